@@ -1,0 +1,103 @@
+"""The legend of axis letters, and the one check that builds every message about a shape or a dtype.
+
+| letter | meaning |
+|---|---|
+| B | batch |
+| T | tokens |
+| S | tokens of the keys, where they may differ from T |
+| H | heads of the queries and keys (linear ops); heads of the queries (attention) |
+| HV | heads of the values, gates and states: a multiple of H |
+| HK | heads of the keys and values (attention): a divisor of H |
+| K | key width = rows of the state |
+| V | value width = columns of the state |
+| D | model width, or the channels of an elementwise recurrence |
+| C, N | length of a chunk, number of chunks |
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+IMPLS = ("auto", "recurrent", "associative", "chunked", "pallas")
+
+
+def check(sizes: Mapping[str, int] | None = None, /, **arrays) -> dict[str, int]:
+  """Checks arrays against axis letters and returns the size of every letter.
+
+  Args:
+    sizes: sizes that letters already have.
+    **arrays: `name=(array, letters)` or `name=(array, letters, kind)`; `letters` may offer alternatives of different rank,
+      "B T H | B T H K"; the first array that has a letter fixes its size. `kind` is "float" (default) or "int". An array
+      that is None is passed over.
+
+  Raises:
+    ValueError: an array has the wrong dtype, rank or size; the message names it, what it must be, and what was got.
+  """
+  known = dict(sizes or {})
+  source = dict.fromkeys(known, "the options")
+  for name, (x, letters, *kind) in arrays.items():
+    if x is None:
+      continue
+    _check_dtype(name, x, kind[0] if kind else "float")
+    options = [option.split() for option in letters.split("|")]
+    match = next((axes for axes in options if len(axes) == np.ndim(x)), None)
+    if match is None:
+      wanted = " or ".join(f"[{' '.join(axes)}]" for axes in options)
+      raise ValueError(f"`{name}` must be {wanted}; got rank {np.ndim(x)}, shape {tuple(x.shape)}.")
+    wrong = [axis for axis, size in zip(match, x.shape, strict=True) if known.get(axis, size) != size]
+    if wrong:
+      expected = tuple(known.get(axis, size) for axis, size in zip(match, x.shape, strict=True))
+      axes = " and ".join(wrong)
+      raise ValueError(
+        f"`{name}` must be [{' '.join(match)}] = {expected} to match {source[wrong[0]]}; got {tuple(x.shape)}: "
+        f"{'axis' if len(wrong) == 1 else 'axes'} {axes} {'differs' if len(wrong) == 1 else 'differ'}."
+      )
+    for axis, size in zip(match, x.shape, strict=True):
+      if axis not in known:
+        known[axis], source[axis] = size, f"`{name}`"
+  return known
+
+
+def _check_dtype(name: str, x, kind: str) -> None:
+  if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+    raise ValueError(f"`{name}` must be an array; got {type(x).__name__}. Pass it through jnp.asarray.")
+  base = jnp.floating if kind == "float" else jnp.integer
+  if not jnp.issubdtype(x.dtype, base):
+    remedy = f"Cast it, as in {name}.astype({'jnp.float32' if kind == 'float' else 'jnp.int32'})."
+    raise ValueError(f"`{name}` must have a {'floating' if kind == 'float' else 'integer'} dtype; got {x.dtype}. {remedy}")
+
+
+def check_multiple(small: str, large: str, sizes: Mapping[str, int], names: tuple[str, str]) -> int:
+  """How many heads of the larger count share one of the smaller; ValueError where that is no whole number."""
+  few, many = sizes[small], sizes[large]
+  if few == 0 or many % few:
+    raise ValueError(
+      f"the {many} heads of {names[1]} ({large}) must be a multiple of the {few} heads of {names[0]} ({small}); "
+      f"repeat or drop heads so that {large} = n * {small}."
+    )
+  return many // few
+
+
+def check_not_nan(**gates) -> None:
+  """ValueError for a NaN in a gate, where its values can be seen (not under jit, grad or vmap)."""
+  for name, x in gates.items():
+    if x is None or isinstance(x, jax.core.Tracer):
+      continue
+    with jax.ensure_compile_time_eval():
+      bad = int(jnp.isnan(x).sum())
+    if bad:
+      raise ValueError(f"`{name}` must hold no NaN; got {bad} of {x.size} values. Look at what computes `{name}`.")
+
+
+def check_option(name: str, value, allowed: Sequence) -> None:
+  if value not in allowed:
+    raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+
+
+def check_positive(name: str, value) -> None:
+  """ValueError where an optional whole number is given and is not one, or is below 1."""
+  whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+  if value is not None and (not whole or value < 1):
+    raise ValueError(f"`{name}` must be a whole number of at least 1, or None for the default; got {value!r}.")
