@@ -1,0 +1,75 @@
+"""Gated linear attention (GLA)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lajax._shapes import check_positive
+from lajax.layers.mixer import Mixer, value_heads, value_width
+from lajax.layers.parameters import GatedRMSNorm, widen
+from lajax.ops import linear_attention
+
+
+class GLA(Mixer):
+  """Linear attention whose state decays by a data-dependent amount in each key channel.
+
+      S_t = Diag(e^(g_t)) S_{t-1} + k_t v_t^T ;  o_t = K^(-1/2) S_t^T q_t
+      g = logsigmoid(x W_1 W_2 + b) / 16,  y = (RMSNorm(o) * silu(x W_g)) W_o
+
+  Args:
+    d_model: D.
+    num_heads: H.
+    head_dim: K.
+    expand_v: V / K. (The paper's models have V = 2 K.)
+    gate_rank: the rank of the projection to the decay.
+    gate_normalizer: what the logsigmoid is divided by: the larger, the slower the state forgets.
+    conv_size: the width of a short convolution on q, k, v; None (the default) for none.
+    use_gate: multiply the normed outputs by silu(x W_g).
+    norm_eps: of the output norm.
+    impl, chunk_size: passed on to `lajax.linear_attention`.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together.
+    param_dtype: the dtype of the parameters; the norm's weight is float32 at least.
+    rngs: the random streams of the parameters.
+
+  Raises:
+    ValueError: an option is out of its range.
+
+  Paper: S. Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2023, arXiv:2312.06635,
+  equation 3 and section 4.4.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    num_heads: int = 4,
+    head_dim: int = 64,
+    *,
+    expand_v: float = 1.0,
+    gate_rank: int = 16,
+    gate_normalizer: float = 16.0,
+    conv_size: int | None = None,
+    use_gate: bool = True,
+    norm_eps: float = 1e-5,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    check_positive("gate_rank", gate_rank)
+    if not gate_normalizer > 0:
+      raise ValueError(f"`gate_normalizer` must be positive, so that the decay is at most 1; got {gate_normalizer}.")
+    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "f": (gate_rank,)} | ({"gate": (H, V)} if use_gate else {})
+    super().__init__(
+      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
+      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+    )  # fmt: skip
+    self.decay_proj = nnx.Linear(gate_rank, H * K, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.gate_normalizer = gate_normalizer
+
+  def mix(self, p, memory, documents):
+    g = jax.nn.log_sigmoid(widen(self.decay_proj(p["f"]))).reshape(p["k"].shape) / self.gate_normalizer
+    o, memory = self.run(linear_attention, p["q"], p["k"], p["v"], g, memory=memory, documents=documents)
+    return self.norm(o, p.get("gate")), memory

@@ -1,0 +1,95 @@
+"""Kimi Delta Attention (KDA)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lajax._numerics import l2_normalize
+from lajax._shapes import check_positive
+from lajax.layers.mixer import Mixer, value_heads, value_width
+from lajax.layers.parameters import GatedRMSNorm, bounded_decay, log_uniform_rate, softplus_decay, step_bias, widen
+from lajax.ops import delta_rule
+
+
+class KimiDeltaAttention(Mixer):
+  """The gated delta rule with one decay a key channel.
+
+      S_t = Diag(e^(g_t)) S_{t-1} ;  S_t += beta_t k_t (v_t - S_t^T k_t)^T ;  o_t = K^(-1/2) S_t^T q_t
+      g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias), beta = sigmoid(x W_beta)
+      y = (RMSNorm(o) * sigmoid(x W_g1 W_g2 + b)) W_o,  q, k = l2norm(silu(conv(x W))), v = silu(conv(x W))
+
+  Args:
+    d_model: D.
+    num_heads: H, of the queries and keys.
+    head_dim: K.
+    num_v_heads: HV, of the values, gates and states, a multiple of H; None for H.
+    expand_v: V / K.
+    gate_rank: the rank of the projections to the decay and to the output gate; None for V.
+    lower_bound: None, or a negative number L: the decay is then L * sigmoid(exp(A_log) (x W_f1 W_f2 + dt_bias)) in (L, 0);
+      -5 is usual.
+    conv_size: the width of the short convolution on q, k, v; None for none.
+    use_gate: multiply the normed outputs by the sigmoid gate.
+    allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1).
+    norm_eps: of the output norm.
+    impl, chunk_size: passed on to `lajax.delta_rule`.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together.
+    param_dtype: the dtype of the parameters; A_log [HV], dt_bias [HV K] and the norm's weight are float32 at least.
+    rngs: the random streams of the parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+
+  Raises:
+    ValueError: an option is out of its range.
+
+  Paper: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025, arXiv:2510.26692, equation 1.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    num_heads: int = 4,
+    head_dim: int = 64,
+    *,
+    num_v_heads: int | None = None,
+    expand_v: float = 1.0,
+    gate_rank: int | None = None,
+    lower_bound: float | None = None,
+    conv_size: int | None = 4,
+    use_gate: bool = True,
+    allow_negative_eigenvalues: bool = False,
+    norm_eps: float = 1e-5,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    H, HV, K, V = num_heads, value_heads(num_heads, num_v_heads), head_dim, value_width(head_dim, expand_v)
+    check_positive("gate_rank", gate_rank)
+    if lower_bound is not None and not lower_bound < 0:
+      raise ValueError(f"`lower_bound` must be a negative log decay, such as -5.0, or None; got {lower_bound}.")
+    R = V if gate_rank is None else gate_rank
+    projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "f": (R,)} | ({"gate": (R,)} if use_gate else {})
+    super().__init__(
+      d_model, projections, inner=HV * V, memory=(HV, K, V), conv_size=conv_size,
+      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+    )  # fmt: skip
+    linear = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.decay_proj = nnx.Linear(R, HV * K, use_bias=False, **linear)
+    self.gate_proj = nnx.Linear(R, HV * V, **linear) if use_gate else None
+    self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (HV,), 1.0, 16.0, self.gate_dtype))
+    self.dt_bias = nnx.Param(step_bias(rngs.params(), (HV, K), self.gate_dtype))
+    self.norm = GatedRMSNorm(V, "sigmoid", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
+    self.lower_bound = lower_bound
+
+  def mix(self, p, memory, documents):
+    q, k = l2_normalize(p["q"]), l2_normalize(p["k"])
+    beta = self.beta_range * jax.nn.sigmoid(widen(p["beta"]))
+    f, A_log, dt_bias = self.decay_proj(p["f"]), self.A_log[...][:, None], self.dt_bias[...]
+    f = f.reshape(*f.shape[:2], *dt_bias.shape)
+    if self.lower_bound is None:
+      g = softplus_decay(f, A_log, dt_bias)
+    else:
+      g = bounded_decay(f, A_log, dt_bias, self.lower_bound)
+    o, memory = self.run(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)
+    gate = None if self.gate_proj is None else self.gate_proj(p["gate"]).reshape(o.shape)
+    return self.norm(o, gate), memory

@@ -1,0 +1,79 @@
+"""Mamba-2 (SSD)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lajax._shapes import check_positive
+from lajax.layers.mixer import Mixer, value_heads
+from lajax.layers.parameters import GatedRMSNorm, log_uniform_rate, step_bias, widen
+from lajax.ops import linear_attention
+
+
+class Mamba2(Mixer):
+  """The state-space dual: linear attention whose decay and write strength come from one step size a head.
+
+      dt_t = softplus(x W_dt + dt_bias) ;  S_t = e^(-exp(A_log) dt_t) S_{t-1} + dt_t B_t u_t^T ;  o_t = S_t^T C_t + D u_t
+      u, B, C = silu(conv(x W)),  y = RMSNorm(o * silu(x W_z)) W_o
+
+  Args:
+    d_model: D.
+    num_heads: H, of the values u and the states.
+    head_dim: V, the width of u in a head (the paper's P). The inner width is H V.
+    state_dim: K, the width of B and C (the paper's N).
+    num_groups: how many B and C there are; each serves H / num_groups heads.
+    conv_size: the width of the short convolution on u, B, C; None for none.
+    norm_eps: of the output norm, which runs over all heads of a group together.
+    impl, chunk_size: passed on to `lajax.linear_attention`.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together.
+    param_dtype: the dtype of the parameters; A_log, dt_bias, D and the norm's weight are float32 at least.
+    rngs: the random streams of the parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1], D = 1.
+
+  Raises:
+    ValueError: an option is out of its range, or num_groups does not divide num_heads.
+
+  Paper: T. Dao, A. Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+  Duality", 2024, arXiv:2405.21060, equation 16 and section 7.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    num_heads: int = 4,
+    head_dim: int = 64,
+    *,
+    state_dim: int = 128,
+    num_groups: int = 1,
+    conv_size: int | None = 4,
+    norm_eps: float = 1e-5,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    check_positive("head_dim", head_dim)
+    check_positive("state_dim", state_dim)
+    check_positive("num_groups", num_groups)
+    H, V, K, G = value_heads(num_heads, None), head_dim, state_dim, num_groups
+    if H % G:
+      raise ValueError(f"`num_groups` must divide num_heads = {H}; got {G}.")
+    super().__init__(
+      d_model, {"u": (H, V), "B": (G, K), "C": (G, K), "z": (H, V), "dt": (H,)}, inner=H * V, memory=(H, K, V),
+      conv_size=conv_size, conv_on=("u", "B", "C"), conv_bias=True,
+      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+    )  # fmt: skip
+    self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
+    self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
+    self.D = nnx.Param(jnp.ones(H, self.gate_dtype))
+    self.norm = GatedRMSNorm(H // G * V, eps=norm_eps, param_dtype=self.gate_dtype)
+    self.num_groups = G
+
+  def mix(self, p, memory, documents):
+    u, z = widen(p["u"]), widen(p["z"])
+    dt = jax.nn.softplus(widen(p["dt"]) + self.dt_bias[...])
+    v, g = u * dt[..., None], -jnp.exp(self.A_log[...]) * dt
+    o, memory = self.run(linear_attention, p["C"], p["B"], v, g, scale=1.0, memory=memory, documents=documents)
+    y = (o + self.D[...][:, None] * u) * jax.nn.silu(z)
+    y = self.norm(y.reshape(*y.shape[:2], self.num_groups, -1))
+    return y.astype(p["u"].dtype), memory

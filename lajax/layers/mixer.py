@@ -1,0 +1,180 @@
+"""The shell of every mixer: one projection in, a short convolution, the mixer's own equation, one projection out."""
+
+from collections.abc import Callable, Mapping
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lajax._shapes import IMPLS, check, check_option, check_positive
+from lajax.layers.parameters import wide_dtype
+from lajax.layers.short_conv import ShortConv
+from lajax.layers.state import Documents, LayerState, follow
+
+
+def value_width(head_dim: int, expand_v: float) -> int:
+  """V = K * expand_v, which must be a whole number."""
+  check_positive("head_dim", head_dim)
+  width = round(head_dim * expand_v)
+  if width < 1 or width != head_dim * expand_v:
+    raise ValueError(f"`expand_v` times head_dim = {head_dim} must be a whole number of at least 1; got expand_v={expand_v}.")
+  return width
+
+
+def value_heads(num_heads: int, num_v_heads: int | None) -> int:
+  """HV, a multiple of H; H where it is not given."""
+  check_positive("num_heads", num_heads)
+  check_positive("num_v_heads", num_v_heads)
+  heads = num_heads if num_v_heads is None else num_v_heads
+  if heads % num_heads:
+    raise ValueError(f"`num_v_heads` must be a multiple of num_heads = {num_heads}; got {heads}.")
+  return heads
+
+
+class Mixer(nnx.Module):
+  """A layer [B T D] -> [B T D] that mixes tokens causally and carries a state.
+
+  A subclass names its projections and the shape of its memory in `__init__`, and writes its equation in `mix`.
+
+  Args:
+    d_model: D.
+    projections: the heads cut from one projection of the input: their names, and their shapes [.. *shape] after [B T].
+    inner: the width of what `mix` returns, before the output projection.
+    memory: the shape of the recurrence's state without the batch, for `init_state`.
+    conv_size: the width of the short convolution; None for none.
+    conv_on: the projections that pass through it.
+    conv_bias, conv_activation: its options.
+    impl, chunk_size: passed on to the op.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together. Gates, norms and the
+      recurrence's state are float32 at least.
+    param_dtype: the dtype of the parameters; those of gates and norms are float32 at least.
+    rngs: the random streams of the parameters.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    projections: Mapping[str, tuple[int, ...]],
+    *,
+    inner: int,
+    memory: tuple[int, ...] = (),
+    conv_size: int | None = None,
+    conv_on: tuple[str, ...] = ("q", "k", "v"),
+    conv_bias: bool = False,
+    conv_activation: str | None = "silu",
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    check_option("impl", impl, IMPLS)
+    check_positive("chunk_size", chunk_size)
+    check_positive("conv_size", conv_size)
+    linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    convolved = conv_on if conv_size else ()
+    names = (*convolved, *(name for name in projections if name not in convolved))
+    self.cuts = tuple((name, tuple(projections[name])) for name in names)
+    self.in_proj = nnx.Linear(d_model, sum(prod(shape) for _, shape in self.cuts), **linear)
+    self.out_proj = nnx.Linear(inner, d_model, **linear)
+    channels = sum(prod(projections[name]) for name in convolved)
+    options = {"use_bias": conv_bias, "activation": conv_activation, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.conv = ShortConv(channels, conv_size, **options) if conv_size else None
+    self.d_model, self.memory_shape = d_model, tuple(memory)
+    self.impl, self.chunk_size = impl, chunk_size
+    self.dtype, self.param_dtype = dtype, param_dtype
+
+  # --- what a subclass writes ---
+
+  def mix(self, p: dict[str, Array], memory, documents: Documents) -> tuple[Array, object]:
+    """The mixer's equation: from the projections [B T *shape] and the memory (None: zeros) to outputs and memory."""
+    raise NotImplementedError
+
+  def init_memory(self, batch: int):
+    """The memory before the first token."""
+    return jnp.zeros((batch, *self.memory_shape), self.state_dtype)
+
+  # --- what it uses ---
+
+  @property
+  def state_dtype(self) -> jnp.dtype:
+    return wide_dtype(self.dtype or self.param_dtype)
+
+  @property
+  def memory_dtype(self) -> jnp.dtype:
+    return self.state_dtype
+
+  @property
+  def gate_dtype(self) -> jnp.dtype:
+    return wide_dtype(self.param_dtype)
+
+  def run(self, op: Callable, *arrays: Array | None, memory, documents: Documents, **options) -> tuple[Array, object]:
+    """Calls an op on this layer's arrays with its memory, documents, impl and chunk size."""
+    return op(
+      *arrays,
+      initial_state=memory,
+      segment_ids=documents.ids,
+      impl=self.impl,
+      chunk_size=self.chunk_size,
+      **options,
+    )
+
+  # --- what all of them do ---
+
+  def __call__(
+    self, x: Float[Array, "B T D"], state: LayerState | None = None, *, segment_ids: Int[Array, "B T"] | None = None
+  ) -> tuple[Float[Array, "B T D"], LayerState]:
+    """Mixes the tokens of x behind a state.
+
+    Args:
+      x: [B T D], D = d_model; T >= 1.
+      state: from `init_state` or from the call before; None for zeros.
+      segment_ids: [B T], the document of each token, ids >= 0; -1 for padding. A change of id begins a new document. The
+        first real token continues the state's document if the ids are the same, or if the state has seen none.
+
+    Returns:
+      y [B T D], zero at padding, and the state after the last real token of each row.
+
+    Raises:
+      ValueError: an argument has the wrong rank, size or dtype.
+    """
+    sizes = check({"D": self.d_model}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
+    B, T = sizes["B"], sizes["T"]
+    self._check_state(state, B)
+    documents = follow(state, (B, T), segment_ids)
+    memory = None if state is None else documents.only_continued(state.memory)
+
+    rest, convolved, conv = self.in_proj(documents.only_real(x)), None, None
+    if self.conv is not None:
+      convolved, rest = jnp.split(rest, [self.conv.channels], axis=-1)
+      convolved, conv = self.conv.convolve(convolved, None if state is None else state.conv, documents)
+    o, memory = self.mix(self._cut(convolved, rest), memory, documents)
+    y = documents.only_real(self.out_proj(o.reshape(B, T, -1)))
+    memory = jax.tree.map(lambda s: s.astype(self.memory_dtype), memory)
+    return y, LayerState(memory, conv, documents.segment, documents.length)
+
+  def init_state(self, batch: int) -> LayerState:
+    """The state before the first token: zeros, its size independent of the length of the sequence."""
+    check_positive("batch", batch)
+    conv = None if self.conv is None else self.conv.init_cache(batch)
+    return LayerState(self.init_memory(batch), conv, jnp.full(batch, -1, jnp.int32), jnp.zeros(batch, jnp.int32))
+
+  def _cut(self, *sources: Array | None) -> dict[str, Array]:
+    """The named projections, from the convolved channels and then from the rest."""
+    parts, left = {}, [source for source in sources if source is not None]
+    for name, shape in self.cuts:
+      part, rest = jnp.split(left[0], [prod(shape)], axis=-1)
+      parts[name] = part.reshape(*part.shape[:2], *shape)
+      left = [rest, *left[1:]] if rest.shape[-1] else left[1:]
+    return parts
+
+  def _check_state(self, state, batch: int) -> None:
+    if state is None:
+      return
+    if not isinstance(state, LayerState):
+      raise ValueError(f"`state` must be a LayerState, as from init_state({batch}) or an earlier call; got {type(state).__name__}.")
+    got = state.length.shape
+    if got != (batch,):
+      raise ValueError(f"`state` must have B = {batch} rows to match `x`; got {got}. Make it by init_state({batch}).")
