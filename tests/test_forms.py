@@ -1,0 +1,196 @@
+"""Every form of every op against `recurrent` in float64: outputs, states and all gradients, under jit, to one budget."""
+
+import functools
+
+import cases
+import jax
+import numpy as np
+import pytest
+from cases import BATCH, CASES, Shape
+
+DTYPES = ("float32", "bfloat16", "float64")
+BASE = Shape()
+
+
+def parameters(table):
+  """pytest parameters from (values..., fast?)."""
+  return [pytest.param(*row, marks=() if fast else pytest.mark.slow, id="-".join(map(str, row))) for *row, fast in table]
+
+
+@functools.cache
+def base_reference(case_id: str, values: str, packed: bool, first: int = 0) -> cases.Result:
+  case = CASES[case_id]
+  arrays = cases.inputs(case_id, BASE, cases.batch(case, first))
+  return cases.reference(case, arrays, cases.packed_ids(BASE.T) if packed else None, values=values)
+
+
+# --- every impl, gate, dtype and kind of values ----------------------------------------------------------------------
+
+
+def _forms():
+  """Fast: `chunked` everywhere in float32; the other forms and dtypes once per op. Slow: everything."""
+  for case in CASES.values():
+    once = case.gate in ("head", "vector", "forget")
+    for impl in case.impls:
+      for dtype in DTYPES:
+        fast = impl == "chunked" and (dtype == "float32" or (once and dtype == "bfloat16"))
+        yield case.id, impl, dtype, fast or (once and dtype == "float32")
+
+
+@pytest.mark.parametrize(("case_id", "impl", "dtype"), parameters(_forms()))
+def test_form_equals_reference(case_id, impl, dtype):
+  case = CASES[case_id]
+  rows = cases.batch(case)
+  got = cases.evaluate(case, impl, dtype, cases.inputs(case_id, BASE, rows))
+  assert not cases.misses(case, got, base_reference(case_id, dtype, False), dtype, rows)
+
+
+def _packed_forms():
+  for case in CASES.values():
+    for impl in case.impls:
+      for dtype in DTYPES:
+        for first in (0, 3):
+          yield case.id, impl, dtype, first, impl == "chunked" and dtype == "float32" and first == 0
+
+
+@pytest.mark.parametrize(("case_id", "impl", "dtype", "first"), parameters(_packed_forms()))
+def test_packed_documents_equal_reference(case_id, impl, dtype, first):
+  """Documents, padding, carried states: each row has a layout of `cases.LAYOUTS` and a kind of values."""
+  case = CASES[case_id]
+  rows = cases.batch(case, first)
+  got = cases.evaluate(case, impl, dtype, cases.inputs(case_id, BASE, rows), cases.packed_ids(BASE.T))
+  assert not cases.misses(case, got, base_reference(case_id, dtype, True, first), dtype, rows)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("case_id", CASES)
+def test_reference_is_the_equation(case_id, packed):
+  """`recurrent` itself, outputs and states, against the printed equation in numpy."""
+  case = CASES[case_id]
+  arrays = cases.inputs(case_id, BASE, cases.batch(case))
+  arrays = {name: jax.tree.map(functools.partial(cases.rounded, name, dtype="float64"), x) for name, x in arrays.items()}
+  ids = cases.packed_ids(BASE.T) if packed else np.zeros((BATCH, BASE.T), np.int32)
+  got = base_reference(case_id, "float64", packed)
+  for n in range(BATCH):
+    o, state = case.equation(jax.tree.map(lambda x, n=n: x[n], arrays), ids[n], None)
+    mine = {"o": o} | {f"state.{i}": x for i, x in enumerate(jax.tree.leaves(state))}
+    theirs = {"o": got.o[n]} | {f"state.{i}": x[n] for i, x in enumerate(jax.tree.leaves(got.state))}
+    for name, x in theirs.items():
+      error = cases.relative_rms(x, mine[name])
+      assert error <= cases.BUDGET["float64"]["value"], f"row {n}, {name}: {error:.1e}"
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+LENGTHS = (1, 2, 3, 7, 15, 16, 17, 63, 64, 65, 100)
+
+
+def _lengths():
+  """Fast: two lengths per case, another pair from one to the next. Slow: all."""
+  for n, case in enumerate(CASES.values()):
+    for impl in ("chunked", "associative"):
+      for T in LENGTHS[:-1]:
+        yield case.id, impl, T, impl == "chunked" and (17, 1, 65, 3, 63, 7)[n % 6] == T
+
+
+@pytest.mark.parametrize(("case_id", "impl", "T"), parameters(_lengths()))
+def test_any_length(case_id, impl, T):
+  """The reference is that of the base shape with padding from T on: no compilation of its own."""
+  case = CASES[case_id]
+  rows = cases.batch(case)
+  whole = cases.inputs(case_id, BASE, rows)
+  o, state = cases.cotangents(case, whole)
+  ids = np.broadcast_to(np.where(np.arange(BASE.T) < T, 0, -1), (BATCH, BASE.T))
+  want = cases.reference(case, whole, ids, values="float32")
+  want = want._replace(o=want.o[:, :T], gradients=cases.cut(case, want.gradients, slice(T)))
+  got = cases.evaluate(case, impl, "float32", cases.cut(case, whole, slice(T)), None, (o[:, :T], state))
+  assert not cases.misses(case, got, want, "float32", rows)
+
+
+@functools.cache
+def small_reference(case_id: str, shape: Shape, rows: tuple[str, ...]):
+  return cases.reference(CASES[case_id], cases.inputs(case_id, shape, rows))
+
+
+def check_shape(case_id: str, impl: str, shape: Shape, dtype: str = "float32", **options):
+  """A shape of its own, on two rows: the first, and one of strong decays where the case has them."""
+  case = CASES[case_id]
+  rows = tuple(row for row in ("plain", "mixed") if row in case.rows)
+  got = cases.evaluate(case, impl, dtype, cases.inputs(case_id, shape, rows), optimize=True, **options)
+  assert not cases.misses(case, got, small_reference(case_id, shape, rows), dtype, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case_id", CASES)
+def test_a_thousand_tokens(case_id):
+  check_shape(case_id, "chunked", Shape(T=1000))
+
+
+def _widths():
+  pairs = [(12, 48), (60, 100), (96, 60), (100, 12), (48, 192), (128, 96), (192, 128), (256, 320), (320, 256)]
+  for case in CASES.values():
+    if case.op != "linear_recurrence":
+      for K, V in pairs:
+        yield case.id, K, V, False
+
+
+@pytest.mark.parametrize(("case_id", "K", "V"), parameters(_widths()))
+def test_any_width(case_id, K, V):
+  check_shape(case_id, "chunked", Shape(T=70, K=K, V=V))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(2, 2), (1, 4), (2, 4), (3, 6)], ids="{0[0]}x{0[1]}".format)
+@pytest.mark.parametrize("case_id", [id for id, case in CASES.items() if case.op != "linear_recurrence"])
+def test_any_grouping_of_heads(case_id, heads):
+  check_shape(case_id, "chunked", Shape(T=70, H=heads[0], HV=heads[1], K=8, V=12))
+
+
+def _chunk_sizes():
+  for case in CASES.values():
+    if case.chunked:
+      for C in (16, 32, 64, 128):
+        yield case.id, C, (case.op, case.gate, C) in [("delta_rule", "head", 16), ("linear_attention", "channel", 32)]
+
+
+@pytest.mark.parametrize(("case_id", "chunk_size"), parameters(_chunk_sizes()))
+def test_any_chunk_size(case_id, chunk_size):
+  case = CASES[case_id]
+  rows = cases.batch(case)
+  got = cases.evaluate(case, "chunked", "float32", cases.inputs(case_id, BASE, rows), chunk_size=chunk_size)
+  assert not cases.misses(case, got, base_reference(case_id, "float32", False), "float32", rows)
+
+
+# --- dtypes and options ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["x64_off", "x64_on"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case_id", CASES)
+def test_dtypes(case_id, dtype, flag):
+  """o has v's dtype, states are float32, gradients have their input's dtype: whether or not x64 is on."""
+  case = CASES[case_id]
+  arrays = {
+    name: jax.tree.map(lambda x, name=name: cases.rounded(name, x, dtype), x)
+    for name, x in cases.inputs(case_id, Shape(T=20), ("plain",)).items()
+  }
+  cts = jax.tree.map(lambda x: x.astype(np.float32), cases.cotangents(case, arrays))
+  with jax.enable_x64(flag):
+    for impl in case.impls:
+      (o, state), gradients = jax.eval_shape(cases.compiled(case, impl), arrays, None, cts)
+      assert o.dtype == arrays["x" if "x" in arrays else "v"].dtype
+      assert all(s.dtype == np.float32 for s in jax.tree.leaves(state))
+      assert jax.tree.map(lambda x: x.dtype, gradients) == jax.tree.map(lambda x: x.dtype, arrays)
+
+
+@pytest.mark.parametrize("impl", ["recurrent", "associative", "chunked"])
+def test_scale_and_no_initial_state(impl, x64):
+  """scale multiplies what is read; no initial state is a state of zeros."""
+  arrays = {name: x[:1] for name, x in cases.inputs("linear_attention-head", Shape(T=20), ("plain",)).items()}
+  zeros = arrays | {"initial_state": np.zeros_like(arrays["initial_state"])}
+  none = {name: x for name, x in arrays.items() if name != "initial_state"}
+  run = lambda arrays, scale: jax.jit(functools.partial(cases.lajax.linear_attention, impl=impl, scale=scale))(**arrays)
+  o, state = run(none, None)
+  assert cases.relative_rms(run(zeros, None)[0], o) <= 1e-15
+  assert cases.relative_rms(run(none, 0.7)[0], 0.7 * np.sqrt(BASE.K) * np.asarray(o)) <= 1e-14
+  np.testing.assert_array_equal(run(none, 0.7)[1], state)

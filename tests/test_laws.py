@@ -1,0 +1,349 @@
+"""The laws: what must hold between one call of an op and another, whatever the form.
+
+split = whole; decode = prefill; causality; padding is inert, bit for bit; documents are independent; zero gates leave the
+state alone, bit for bit; and jit, grad, vmap, remat, scan and forward mode all compose.
+"""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BATCH, CASES, Shape
+
+import lajax
+
+BASE = Shape()
+STATEFUL = [id for id, case in CASES.items() if case.stateful]
+DECAYING = [id for id, case in CASES.items() if case.gate != "none" and case.stateful]
+
+
+def numbers(case_id: str, shape: Shape = BASE, rows=None, dtype: str = "float32") -> dict:
+  """Inputs in one dtype, as numpy arrays."""
+  arrays = cases.inputs(case_id, shape, rows)
+  return {n: jax.tree.map(functools.partial(cases.rounded, n, dtype=dtype), x) for n, x in arrays.items()}
+
+
+def assert_same_bits(a, b):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def quick_jit(f):
+  return jax.jit(f, compiler_options=cases.quick())
+
+
+def op(case, impl: str, **options):
+  """The op as (arrays, segment_ids) -> (o, state), in float32 or whatever it is given."""
+
+  def run(arrays, segment_ids=None):
+    out = getattr(lajax, case.op)(**arrays, segment_ids=segment_ids, impl=impl, **dict(case.options), **options)
+    return out if case.stateful else (out, ())
+
+  return run
+
+
+# --- split = whole ---------------------------------------------------------------------------------------------------
+
+
+def _splits():
+  """Fast: one split per case, another one from case to case. Slow: every split of every case."""
+  for n, case_id in enumerate(STATEFUL):
+    for at in (1, 17, 63, 64, 65):
+      fast = at == (64, 17, 1, 63, 65)[n % 5] and CASES[case_id].gate in ("vector", "head", "channel")
+      yield pytest.param(case_id, at, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("case_id", "at"), _splits())
+def test_split_equals_whole(case_id, at):
+  """Outputs, final state and every gradient of two calls that pass the state on, against one call."""
+  case = CASES[case_id]
+  arrays = cases.inputs(case_id, BASE)
+  cts = cases.cotangents(case, arrays)
+  call = op(case, "chunked")
+
+  def two(arrays):
+    first, second = cases.cut(case, arrays, slice(at)), cases.cut(case, arrays, slice(at, None))
+    o1, state = call(first)
+    o2, state = call(second | {"initial_state": state})
+    return jnp.concatenate([o1, o2], axis=1), state
+
+  @quick_jit
+  def run(arrays, cts):
+    out, pull = jax.vjp(two, arrays)
+    return out, pull(jax.tree.map(lambda ct, x: ct.astype(x.dtype), cts, out))[0]
+
+  out, gradients = jax.device_get(run(numbers(case_id), jax.tree.map(lambda x: x.astype(np.float32), cts)))
+  want = cases.reference(case, arrays, None, cts, values="float32")
+  assert not cases.misses(case, cases.Result(*out, gradients), want, "float32", cases.batch(case))
+
+
+@pytest.mark.parametrize("case_id", STATEFUL)
+def test_decoding_equals_prefill(case_id):
+  """`*_step` in a `lax.scan`, one token at a time, against one call."""
+  case = CASES[case_id]
+  arrays = numbers(case_id)
+  state = arrays.pop("initial_state")
+
+  @quick_jit
+  def decode(state, tokens):
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
+    state, o = jax.lax.scan(lambda s, x: case.step()(s, **x), state, tokens)
+    return jnp.moveaxis(o, 0, 1), state
+
+  o, state = jax.device_get(decode(state, arrays))
+  want = cases.reference(case, cases.inputs(case_id, BASE), values="float32")
+  got = cases.Result(o, state, {})
+  assert not cases.misses(case, got, want, "float32", cases.batch(case))
+
+
+# --- causality, padding, documents: bit for bit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_causality(case_id):
+  """What comes later changes no bit of an output, nor does a cotangent there change a gradient's bit later on."""
+  case, at = CASES[case_id], 70
+  arrays = cases.inputs(case_id, BASE)
+  o, state = cases.cotangents(case, arrays)
+  state = jax.tree.map(np.zeros_like, state)
+  early = np.where(np.arange(BASE.T)[:, None, None] < at, o, 0.0) if o.ndim == 4 else o * 1.0
+  if o.ndim != 4:
+    early[:, at:] = 0
+  later = lambda x: np.concatenate([x[:, :at], x[:, at:][:, ::-1]], axis=1)
+  other = {name: x if name in case.untimed else later(x) for name, x in arrays.items()}
+  a = cases.evaluate(case, "chunked", "float32", arrays, None, (early, state))
+  b = cases.evaluate(case, "chunked", "float32", other, None, (early, state))
+  assert_same_bits(a.o[:, :at], b.o[:, :at])
+  for name, x in a.gradients.items():
+    if name not in case.untimed:
+      np.testing.assert_array_equal(x[:, at:], 0.0, err_msg=f"d{name} of tokens that no output has read")
+
+
+FILLINGS = {"noise": lambda x: 100.0 * np.cos(np.arange(x.size)).reshape(x.shape), "nan": lambda x: np.full(x.shape, np.nan)}
+
+
+@pytest.mark.parametrize("filling", FILLINGS)
+@pytest.mark.parametrize("case_id", CASES)
+def test_padding_is_inert(case_id, filling):
+  """Other content in the padding, left, right or inside, even NaN: the same bits, and no gradient there."""
+  case = CASES[case_id]
+  ids = cases.packed_ids(BASE.T)
+  arrays = cases.inputs(case_id, BASE)
+  padding = lambda x: (ids < 0).reshape(ids.shape + (1,) * (x.ndim - 2))
+  fill = lambda x: np.where(padding(x), FILLINGS[filling](x), x)
+  other = {name: x if name in case.untimed else fill(x) for name, x in arrays.items()}
+  a = cases.evaluate(case, "chunked", "float32", arrays, ids)
+  b = cases.evaluate(case, "chunked", "float32", other, ids)
+  assert_same_bits(a, b)
+  assert not a.o[ids < 0].any()
+  for name, x in a.gradients.items():
+    if name not in case.untimed:
+      assert not x[ids < 0].any(), f"d{name} in the padding"
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_documents_do_not_touch_each_other(case_id):
+  """Other tokens in every second document: the same bits in all others, forward and backward."""
+  case = CASES[case_id]
+  ids = cases.packed_ids(BASE.T)
+  arrays = cases.inputs(case_id, BASE)
+  changed = np.zeros(ids.shape, bool)
+  for row, n in zip(changed, ids, strict=True):
+    for document in cases.documents(n)[1::2]:
+      row[document] = True
+  mix = lambda x: np.where(changed.reshape(ids.shape + (1,) * (x.ndim - 2)), np.roll(x, 1, axis=0), x)
+  other = {name: x if name in case.untimed else mix(x) for name, x in arrays.items()}
+  a = cases.evaluate(case, "chunked", "float32", arrays, ids)
+  b = cases.evaluate(case, "chunked", "float32", other, ids)
+  same = ~changed
+  np.testing.assert_array_equal(a.o[same], b.o[same])
+  for name, x in a.gradients.items():
+    if name not in case.untimed:
+      np.testing.assert_array_equal(x[same], b.gradients[name][same], err_msg=f"d{name}")
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_documents_equal_separate_runs(case_id):
+  """Each document of one packed row against its own run: outputs, last state, gradients. Later documents start at zero."""
+  case = CASES[case_id]
+  ids = np.broadcast_to(cases.layout("padded_inside", BASE.T), (BATCH, BASE.T))
+  arrays = cases.inputs(case_id, BASE)
+  cts = cases.cotangents(case, arrays)
+  want = cases.evaluate(case, "chunked", "float32", arrays, ids, cts)
+  found = cases.documents(ids[0])
+  for n, where in enumerate(found):
+    own = np.concatenate([where, np.setdiff1d(np.arange(BASE.T), where)])  # the document first, then padding
+    alone = {name: x if name in case.untimed else x[:, own] for name, x in arrays.items()}
+    o, state = cts
+    if case.stateful and n > 0:
+      alone["initial_state"] = jax.tree.map(np.zeros_like, arrays["initial_state"])
+    if n < len(found) - 1:
+      state = jax.tree.map(np.zeros_like, state)
+    alone_ids = np.broadcast_to(np.where(np.arange(BASE.T) < len(where), 0, -1), ids.shape)
+    got = cases.evaluate(case, "chunked", "float32", alone, alone_ids, (o[:, own], state))
+    inside = slice(len(where))
+    gradients = {k: x[:, inside] for k, x in got.gradients.items() if k not in case.untimed}
+    wanted = {k: x[:, where] for k, x in want.gradients.items() if k not in case.untimed}
+    last = n == len(found) - 1
+    a = cases.Result(got.o[:, inside], got.state if last else (), gradients)
+    b = cases.Result(want.o[:, where], want.state if last else (), wanted)
+    assert not cases.misses(case, a, b, "float32", cases.batch(case)), f"document {n}"
+
+
+def _many(case_id: str, T: int, ids: np.ndarray):
+  case = CASES[case_id]
+  shape = Shape(T=T, H=1, HV=1, K=4, V=3)
+  arrays = numbers(case_id, shape, ("plain",), "float64")
+  o, state = case.equation(jax.tree.map(lambda x: x[0], arrays), ids, None)
+  got = cases.evaluate(case, "chunked", "float32", arrays, ids[None])
+  budget = cases.BUDGET["float32"]["value"]
+  assert cases.relative_rms(got.o[0], o) <= 2 * budget  # the equation read inputs in float64: half of it is their rounding
+  for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(got.state), strict=True):
+    assert cases.relative_rms(theirs[0], mine) <= 2 * budget
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(got.gradients))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case_id", DECAYING)
+def test_seventy_thousand_documents(case_id):
+  """More documents than 16 bits count, of one, two or three tokens."""
+  lengths = np.random.default_rng(0).integers(1, 4, 70_000)
+  ids = np.repeat(np.arange(70_000, dtype=np.int32), lengths)
+  _many(case_id, len(ids), ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case_id", DECAYING)
+def test_a_document_longer_than_65536(case_id):
+  ids = np.concatenate([np.zeros(70_001, np.int32), np.ones(99, np.int32)])
+  _many(case_id, len(ids), ids)
+
+
+# --- zero gates ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["recurrent", "associative", "chunked"])
+@pytest.mark.parametrize("case_id", ["linear_recurrence-vector", "linear_attention-head", "delta_rule-head"])
+def test_zero_gates_leave_the_state_untouched(case_id, impl):
+  """No decay and nothing written: the state that comes out is the state that went in, bit for bit."""
+  case = CASES[case_id]
+  arrays = cases.inputs(case_id, BASE)
+  silent = {name: np.zeros_like(x) for name, x in arrays.items() if name in ("g", "log_a", "beta", "x")}
+  if case.op == "linear_attention":
+    silent["v"] = np.zeros_like(arrays["v"])
+  got = cases.evaluate(case, impl, "float32", arrays | silent)
+  assert_same_bits(got.state, cases.rounded("initial_state", arrays["initial_state"], "float32"))
+
+
+# --- transformations -------------------------------------------------------------------------------------------------
+
+SMALL = Shape(T=33, H=1, HV=2, K=4, V=6)
+ONE_GATE = ["linear_recurrence-vector", "linear_attention-channel", "normalized_linear_attention-head", "delta_rule-head",
+            "attention-forget"]  # fmt: skip
+
+
+def small(case_id: str, rows=("plain", "mixed"), dtype: str = "float32") -> dict:
+  return numbers(case_id, SMALL, rows, dtype)
+
+
+def _forward_modes():
+  for case_id, case in CASES.items():
+    for impl in case.impls:
+      if impl != "associative":
+        fast = case_id in ONE_GATE and impl == "chunked"
+        yield pytest.param(case_id, impl, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("case_id", "impl"), _forward_modes())
+def test_forward_mode_equals_reverse_mode(case_id, impl, x64):
+  """<ct, J t> = <J^T ct, t>, with segments; J^T ct is compared with the reference elsewhere."""
+  case = CASES[case_id]
+  arrays = small(case_id, dtype="float64")
+  ids = np.stack([np.zeros(SMALL.T, np.int32), cases.layout("padded_inside", SMALL.T)])
+  draw = np.random.default_rng(1).standard_normal
+  tangents = jax.tree.map(lambda x: draw(x.shape), arrays)
+  cts = cases.cotangents(case, arrays)
+  run = op(case, impl)
+
+  @quick_jit
+  def both(arrays, tangents, cts):
+    f = lambda arrays: run(arrays, ids)
+    _, pushed = jax.jvp(f, (arrays,), (tangents,))
+    _, pull = jax.vjp(f, arrays)
+    return pushed, pull(cts)[0]
+
+  pushed, pulled = jax.device_get(both(arrays, tangents, cts))
+  dot = lambda a, b: sum(np.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+  assert dot(cts, pushed) == pytest.approx(dot(pulled, tangents), rel=1e-10)
+
+
+def _transformations():
+  for case_id in CASES:
+    for impl in CASES[case_id].impls:
+      fast = impl == "chunked" and case_id in ("linear_recurrence-vector", "delta_rule-head", "attention-forget")
+      yield pytest.param(case_id, impl, marks=() if fast else pytest.mark.slow)
+
+
+def _loss(case, impl):
+  run = op(case, impl)
+
+  def loss(arrays):
+    return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(run(arrays)))
+
+  return loss
+
+
+@pytest.mark.parametrize(("case_id", "impl"), _transformations())
+def test_vmap_and_remat_change_nothing(case_id, impl):
+  """grad of a rematerialised op under vmap, against grad of the op on the same rows in one batch."""
+  case = CASES[case_id]
+  arrays = small(case_id)
+  loss = _loss(case, impl)
+  want = quick_jit(jax.grad(loss))(arrays)
+  one = jax.tree.map(lambda x: x[:, None], arrays)  # the batch becomes an outer axis, and batches of one
+  got = quick_jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(one)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert cases.relative_rms(a[:, 0], b) <= cases.BUDGET["float32"]["gradient"]
+
+
+@pytest.mark.parametrize(("case_id", "impl"), _transformations())
+def test_scan_over_layers(case_id, impl):
+  """The op as the body of a `lax.scan` (a stack of layers), its gradient included, against a Python loop."""
+  case = CASES[case_id]
+  arrays = small(case_id)
+  name = "x" if "x" in arrays else "v"
+  run = op(case, impl)
+
+  def layer(value, scale):
+    o, _ = run(arrays | {name: value * scale})
+    return jnp.tanh(jax.image.resize(o, value.shape, "nearest")), None
+
+  scales = jnp.array([0.5, 1.0])
+  scanned = lambda x: jax.lax.scan(layer, x, scales)[0].sum()
+  looped = lambda x: layer(layer(x, scales[0])[0], scales[1])[0].sum()
+  got, want = quick_jit(jax.grad(scanned))(arrays[name]), quick_jit(jax.grad(looped))(arrays[name])
+  assert cases.relative_rms(got, want) <= cases.BUDGET["float32"]["gradient"]
+
+
+@pytest.mark.parametrize("impl", ["recurrent", "associative", "chunked"])
+def test_grouped_heads_equal_repeated_heads(impl):
+  """Head h of q and k serves value heads n h ... n h + n - 1: repeating q and k says the same."""
+  arrays = numbers("delta_rule-head", Shape(T=33, H=2, HV=4, K=4, V=6), ("plain",))
+  repeated = arrays | {name: np.repeat(arrays[name], 2, axis=2) for name in ("q", "k")}
+  run = quick_jit(op(CASES["delta_rule-head"], impl))
+  for a, b in zip(run(arrays), run(repeated), strict=True):
+    assert cases.relative_rms(a, b) <= cases.BUDGET["float32"]["value"]
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_auto_is_one_of_the_forms(case_id):
+  """`auto` gives what a named form gives, also for one token, and never raises."""
+  case = CASES[case_id]
+  for T in (1, SMALL.T):
+    arrays = cases.cut(case, small(case_id, ("plain",)), slice(T))
+    out = jax.eval_shape(op(case, "auto"), arrays)
+    want = jax.eval_shape(op(case, "recurrent"), arrays)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), out) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
