@@ -3,14 +3,16 @@
 Everything here works on the arrays of ONE chunk of one head; drivers add the batch axes with `jax.vmap`.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 SUB = 16  # side of the blocks of the triangular inverse
+NEGLIGIBLE = -1e30  # a log decay below which exp is 0 in every dtype, and whose sums stay finite
 
 
 def accumulation_dtype(*arrays) -> jnp.dtype:
@@ -30,6 +32,14 @@ def l2_normalize(x: Float[Array, "... D"], eps: float = 1e-6) -> Float[Array, ".
   return (wide * lax.rsqrt((wide * wide).sum(-1, keepdims=True) + eps)).astype(x.dtype)
 
 
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def transposed(x: Array) -> Array:
+  """x with its last two axes exchanged, laid out so: XLA's CPU products are slow where the left operand is transposed."""
+  return lax.optimization_barrier(jnp.swapaxes(x, -1, -2))
+
+
 # --- decays ----------------------------------------------------------------------------------------------------------
 #
 # With alpha_t = exp(g_t), a chunk needs four products of intervals of alpha:
@@ -39,18 +49,176 @@ def l2_normalize(x: Float[Array, "... D"], eps: float = 1e-6) -> Float[Array, ".
 #     total         = prod_l alpha_l
 # None is formed as a quotient, or as exp of a difference of sums: after one strong decay such a difference has lost its
 # digits. A change of segment inside an interval makes it zero; that is a mask, never a term of a sum.
+#
+# Per channel, between(i, j) would be C C K numbers. Instead, an aligned block of 2h tokens is two halves: for i in the later
+# and j in the earlier one, between(i, j) = (product from the later half's start to i) (product after j to the earlier half's
+# end). So each size h = 1, 2, 4, .. C/2 gives the scores of its pairs of halves as one product of matrices, both factors of
+# which decay; and the products over halves of size 2h follow from those of size h by one multiplication.
 
 
 class Masks(NamedTuple):
-  """Which intervals of a chunk lie inside one segment; every field True where no segments were given."""
+  """Which intervals of a chunk lie inside one segment."""
 
-  between: Bool[Array, "C C"]  # j <= i, and the same segment
+  between: Bool[Array, "C C"]
   head: Bool[Array, "C"]
   tail: Bool[Array, "C"]
   total: Bool[Array, ""]
 
 
-def segment_masks(runs: Array, run_before: Array) -> Masks:
-  """The masks of a chunk from each token's segment and the segment of the token before the chunk."""
-  same = runs[:, None] == runs[None, :]
-  return Masks(jnp.tril(same), runs == run_before, runs == runs[-1], runs[-1] == run_before)
+def segment_masks(runs: Int[Array, "C"], run_before: Int[Array, ""]) -> Masks:
+  """The masks of a chunk, from the segment of each token and of the token before the chunk."""
+  return Masks(runs[:, None] == runs[None, :], runs == run_before, runs == runs[-1], runs[-1] == run_before)
+
+
+class Decay(NamedTuple):
+  """Products of decays over the intervals of one chunk, and what is computed with them.
+
+  `head`, `tail` and `total` are [C 1], [C 1], [1] for one decay a head and [C K], [C K], [K] for one a channel.
+  """
+
+  between: Float[Array, "C C"]  # one decay a head: the decays themselves; one a channel: 1 inside a segment, else 0
+  head: Float[Array, "C K"]
+  tail: Float[Array, "C K"]
+  total: Float[Array, "K"]
+  halves: tuple  # one a channel: for h = 1, 2, 4 .. the products (from its half's start to i, after j to its half's end)
+
+  def scores(self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision, *, diagonal: bool) -> Float[Array, "C C"]:
+    """sum_c q_ic between(i, j)_c k_jc for j < i, and for j = i where `diagonal`; else 0."""
+    if not self.halves:
+      keep = jnp.tril(jnp.ones((len(q), len(q)), bool), 0 if diagonal else -1)
+      return jnp.where(keep, jnp.matmul(q, k.T, precision=precision) * self.between, 0)
+    blocks = (q * k).sum(-1)[:, None, None] if diagonal else jnp.zeros((len(q), 1, 1), q.dtype)
+    for n, (upto, after) in enumerate(self.halves):
+      later, earlier = _half(q, n, 1) * _half(upto, n, 1), _half(k, n, 0) * _half(after, n, 0)
+      corner = jnp.matmul(later, jnp.swapaxes(earlier, -1, -2), precision=precision)
+      pair = blocks.reshape(-1, 2, *blocks.shape[1:])
+      top = jnp.concatenate([pair[:, 0], jnp.zeros_like(corner)], axis=-1)
+      blocks = jnp.concatenate([top, jnp.concatenate([corner, pair[:, 1]], axis=-1)], axis=-2)
+    return blocks[0] * self.between
+
+  def scores_pullback(self, d: Float[Array, "C C"], q, k, precision):
+    """Cotangents of q and k from that of `scores` below the diagonal (what `d` holds elsewhere is not read)."""
+    d = jnp.where(jnp.tril(jnp.ones(d.shape, bool), -1), d * self.between, 0)
+    if not self.halves:
+      return jnp.matmul(d, k, precision=precision), jnp.matmul(transposed(d), q, precision=precision)
+    dq, dk, blocks = jnp.zeros_like(q), jnp.zeros_like(k), d[None]
+    for n, (upto, after) in reversed(list(enumerate(self.halves))):
+      h = 2**n
+      pair = blocks.reshape(-1, 2, h, 2, h)
+      corner = pair[:, 1, :, 0]
+      blocks = jnp.stack([pair[:, 0, :, 0], pair[:, 1, :, 1]], axis=1).reshape(-1, h, h)
+      upto, after = _half(upto, n, 1), _half(after, n, 0)
+      later, earlier = _half(q, n, 1) * upto, _half(k, n, 0) * after
+      dq += _unhalf(jnp.matmul(corner, earlier, precision=precision) * upto, 1)
+      dk += _unhalf(jnp.matmul(jnp.swapaxes(corner, -1, -2), later, precision=precision) * after, 0)
+    return dq, dk
+
+
+def _half(x: Array, n: int, which: int) -> Array:
+  """Of each aligned pair of halves of 2^n tokens, the earlier (0) or later (1): [C K] -> [C/2h h K]."""
+  return x.reshape(-1, 2, 2**n, x.shape[-1])[:, which]
+
+
+def _unhalf(x: Array, which: int) -> Array:
+  """The transpose of `_half`: zeros in the other halves."""
+  pair = [x, jnp.zeros_like(x)] if which == 0 else [jnp.zeros_like(x), x]
+  return jnp.stack(pair, axis=1).reshape(-1, x.shape[-1])
+
+
+def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
+  """The decays of a chunk of `length` tokens (a power of two) from its log gates: None, [C], or [C K]."""
+  if g is None:
+    parts = Decay(jnp.ones((length, length), dtype), jnp.ones((length, 1), dtype), jnp.ones((length, 1), dtype), jnp.ones((1,), dtype), ())
+  elif g.ndim == 1:
+    parts = _decay_per_head(g)
+  else:
+    parts = _decay_per_channel(g)
+  if masks is None:
+    return parts
+  keep = lambda mask, x: jnp.where(mask, x, 0)
+  return Decay(
+    keep(masks.between, parts.between), keep(masks.head[:, None], parts.head), keep(masks.tail[:, None], parts.tail),
+    keep(masks.total, parts.total), parts.halves,
+  )  # fmt: skip
+
+
+def _decay_per_head(g: Float[Array, "C"]) -> Decay:
+  """between(i, j) = exp(sum of g over j < l <= i), each sum formed as a sum of its own interval."""
+  n = jnp.arange(len(g))
+  lower = (n[:, None] >= n[None, :]).astype(g.dtype)
+  terms = jnp.where(n[:, None] > n[None, :], g[:, None], 0)
+  between = jnp.where(lower > 0, jnp.exp(_sums(lower, terms)), 0)
+  head = jnp.exp(_sums(lower, g[:, None]))
+  return Decay(between, head, between[-1][:, None], head[-1], ())
+
+
+def _sums(lower, x):
+  """Cumulative sums down the columns, as one product; -inf is kept out of it (0 times -inf is NaN)."""
+  return jnp.matmul(lower, jnp.maximum(x, NEGLIGIBLE), precision=lax.Precision.HIGHEST)
+
+
+def _decay_per_channel(g: Float[Array, "C K"]) -> Decay:
+  upto, after = jnp.exp(g), jnp.ones_like(g)
+  halves = []
+  while 2 ** len(halves) < len(g):
+    halves.append((upto, after))
+    u, a = (x.reshape(-1, 2, 2 ** (len(halves) - 1), x.shape[-1]) for x in (upto, after))
+    first, second = u[:, :1, -1:], u[:, 1:, -1:]  # the products over the whole earlier and the whole later half
+    upto = jnp.concatenate([u[:, :1], u[:, 1:] * first], axis=1).reshape(g.shape)
+    after = jnp.concatenate([a[:, :1] * second, a[:, 1:]], axis=1).reshape(g.shape)
+  return Decay(jnp.ones((len(g), len(g)), g.dtype), upto, after, upto[-1], tuple(halves))
+
+
+def gate_pullback(g, ahead: Float[Array, "C K"], behind: Float[Array, "C K"], after: Float[Array, "C K"], total: Float[Array, "K"]):
+  """The cotangent of g, from (cotangent times value) of everything that decays: token l's gate is in every interval that
+  begins before l and ends at or after it.
+
+  Args:
+    g: the log gates, [C] or [C K].
+    ahead: summed over the pairs (i, j < i) and head(i), by the later token i.
+    behind: the same pairs, by the earlier token j.
+    after: tail(j), by j.
+    total: the whole chunk.
+  """
+  if g.ndim == 1:
+    ahead, behind, after, total = (x.sum(-1, keepdims=True) for x in (ahead, behind, after, total))
+  lower = jnp.tril(jnp.ones((len(g), len(g)), g.dtype))
+  before = lower - jnp.eye(len(g), dtype=g.dtype)
+  full = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+  return (full(lower.T, ahead - behind) + full(before, after) + total).reshape(g.shape)
+
+
+# --- the triangular inverse ------------------------------------------------------------------------------------------
+
+
+def unit_lower_inverse(n: Float[Array, "C C"], precision=lax.Precision.HIGHEST) -> Float[Array, "C C"]:
+  """(I + n)^-1 for a strictly lower triangular n; C is a power of two.
+
+  Blocks of 16 by forward substitution, column by column; then the inverse over blocks of 2h from those of h:
+  [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]]. (The product of I + n^(2^i) is shorter, and cancels
+  catastrophically where keys repeat.)
+  """
+  C = len(n)
+  size = min(SUB, C)
+  blocks = _diagonal_blocks(n, size)
+  row = jnp.arange(size)
+
+  def eliminate(c, x):
+    column = lax.dynamic_slice_in_dim(blocks, c, 1, axis=2)  # zero at and above the diagonal
+    return x - column * lax.dynamic_slice_in_dim(x, c, 1, axis=1)
+
+  eye = jnp.broadcast_to((row[:, None] == row[None, :]).astype(n.dtype), blocks.shape)
+  x = lax.fori_loop(0, size - 1, eliminate, eye)
+  while size < C:
+    pair = x.reshape(-1, 2, size, size)
+    corner = _diagonal_blocks(n, 2 * size)[:, size:, :size]
+    corner = -jnp.matmul(pair[:, 1], jnp.matmul(corner, pair[:, 0], precision=precision), precision=precision)
+    top = jnp.concatenate([pair[:, 0], jnp.zeros_like(corner)], axis=-1)
+    x = jnp.concatenate([top, jnp.concatenate([corner, pair[:, 1]], axis=-1)], axis=-2)
+    size *= 2
+  return x[0]
+
+
+def _diagonal_blocks(x: Float[Array, "C C"], size: int) -> Float[Array, "N S S"]:
+  blocks = x.reshape(len(x) // size, size, len(x) // size, size)
+  return jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)

@@ -182,19 +182,25 @@ def _state(initial, sizes, dtype):
 
 
 def _run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision):
-  groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
+  _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   _shapes.check_positive("chunk_size", chunk_size)
   if impl == "pallas":
     raise NotImplementedError("impl='pallas' has no kernel for this operation yet; use impl='chunked' or impl='auto'.")
   if impl == "auto":
     impl = "recurrent" if sizes["T"] == 1 else "chunked"
+  return _compute(rule, tokens, state, segment_ids, impl, chunk_size or 64, precision)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "impl", "chunk_size", "precision"))
+def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision):
   runs = real = None
   if segment_ids is not None:
     runs, real = drive.segments(segment_ids)
     tokens = drive.blank_padding(tokens, real)
-  if impl == "recurrent" or impl == "chunked":
-    o, state = drive.recurrent(rule, tokens, state, runs, groups=groups)
-  elif impl == "associative":
-    o, state = drive.associative(rule, tokens, state, runs, groups=groups)
+  if impl == "chunked":
+    o, state = drive.chunked(rule, tokens, state, runs, chunk_size=chunk_size, precision=precision)
+  else:
+    form = {"recurrent": drive.recurrent, "associative": drive.associative}[impl]
+    o, state = form(rule, tokens, state, runs)
   return o if real is None else jnp.where(real[..., None, None], o, jnp.zeros((), o.dtype)), state

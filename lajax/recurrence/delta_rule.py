@@ -4,12 +4,14 @@ With a write strength beta, r = beta k and u = beta v (DeltaNet, Gated DeltaNet,
 per channel, r = b k and u = w v (Gated DeltaNet 2).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lajax.recurrence.drive import Affine, Rule
+from lajax._numerics import Decay, Masks, decay, gate_pullback, transposed, unit_lower_inverse
+from lajax.recurrence.drive import Affine, Chunk, Rule
 from lajax.recurrence.linear_attention import decay_state, token_decay
 
 
@@ -39,4 +41,67 @@ def _read(before, after, x: Tokens):
   return (after * x.q[:, None]).sum(0)
 
 
-rule = Rule(_step, _lift, _read, None)
+# --- chunks ----------------------------------------------------------------------------------------------------------
+#
+# With X = u - (r head) S, the values that the tokens of a chunk really write are v' = T X, T = (I + N)^-1, N the scores of r
+# and k below the diagonal (the UT transform: Yang et al. 2024, arXiv:2406.06484, section 3.2). So v' = U - W S with
+# W = T (r head), U = T u, and with P the scores of q and k:
+#     o  = (q head) S + P v'            = (q head - P W) S + P U
+#     S' = total S + (k tail)^T v'      = (total - (k tail)^T W) S + (k tail)^T U
+
+
+class _Solved(NamedTuple):
+  P: Float[Array, "C C"]
+  T: Float[Array, "C C"]
+  W: Float[Array, "C K"]
+  U: Float[Array, "C V"]
+
+
+def _solve(x: Tokens, d: Decay, precision) -> _Solved:
+  T = unit_lower_inverse(d.scores(x.r, x.k, precision, diagonal=False))
+  both = jnp.matmul(T, jnp.concatenate([x.r * d.head, x.u], axis=-1), precision=precision)
+  return _Solved(d.scores(x.q, x.k, precision, diagonal=True), T, both[:, : x.r.shape[-1]], both[:, x.r.shape[-1] :])
+
+
+def _chunk(x: Tokens, masks: Masks | None, precision) -> Chunk:
+  d = decay(x.g, len(x.k), x.k.dtype, masks)
+  s = _solve(x, d, precision)
+  full = partial(jnp.matmul, precision=precision)
+  written = transposed(x.k * d.tail)
+  A = _diagonal(d.total, x.k) - full(written, s.W)
+  return Chunk(A, full(written, s.U), x.q * d.head - full(s.P, s.W), full(s.P, s.U))
+
+
+def _diagonal(total: Array, k: Array) -> Array:
+  return jnp.diag(jnp.broadcast_to(total, k.shape[-1:]))
+
+
+def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
+  d = decay(x.g, len(x.k), x.k.dtype, masks)
+  s = _solve(x, d, precision)
+  full = partial(jnp.matmul, precision=precision)
+  A = _diagonal(d.total, x.k) - full(transposed(x.k * d.tail), s.W)
+  return Affine(A, full(transposed(x.q * d.head - full(s.P, s.W)), do)), s
+
+
+def _pullback(x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision) -> Tokens:
+  q, k, r = x.q, x.k, x.r
+  d = decay(x.g, len(k), k.dtype, masks)
+  full = partial(jnp.matmul, precision=precision)
+  values = kept.U - full(kept.W, state)
+  dvalues = full(transposed(kept.P), do) + full(k * d.tail, dstate)
+  du = full(transposed(kept.T), dvalues)
+  dq_pairs, dk_reads = d.scores_pullback(full(do, values.T), q, k, precision)
+  dr_pairs, dk_errors = d.scores_pullback(-full(du, values.T), r, k, precision)
+  dq_state, dr_state = full(do, state.T) * d.head, -full(du, state.T) * d.head
+  dk_pairs, dk_state = dk_reads + dk_errors, full(values, dstate.T) * d.tail
+  own = (do * values).sum(-1, keepdims=True)
+  dq, dr = dq_pairs + dq_state, dr_pairs + dr_state
+  dg = None
+  if x.g is not None:
+    total = d.total * (state * dstate).sum(-1)
+    dg = gate_pullback(x.g, q * dq + r * dr, k * dk_pairs, k * dk_state, total)
+  return Tokens(dq + own * k, dk_pairs + dk_state + own * q, dr, du, dg)
+
+
+rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback)

@@ -3,21 +3,24 @@
 A family is a `Rule` of small pure functions on the arrays of one head; the drivers own batching, grouped heads, segments,
 padding, the chunk split and what is kept for the backward pass.
 
-Layouts: `tokens` is the family's NamedTuple of arrays [B T H ...] (queries and keys) or [B T HV ...] (all else), a field may
-be None; `state` is a pytree of arrays [B HV ...]; outputs are [B T HV V].
+Layouts: `tokens` is the family's NamedTuple of arrays [B T H ..] (queries and keys) or [B T HV ..] (all else), a field may be
+None; the state is [B HV K V]; outputs are [B T HV V]. Inside, the HV = H G value heads are two axes, H and G.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from lajax._numerics import Masks, segment_masks
+from lajax._numerics import segment_masks
+from lajax.recurrence.linear_map import differentiable
 
-BLOCK = 64  # tokens whose states are recomputed, not kept, in the backward pass of the token scan
+TOKENS_BETWEEN_STATES = 64  # of the token scan: in its backward pass the states between are computed again
+ROWS_AT_ONCE = 2048  # tokens times heads whose chunks are computed together: about what stays in a CPU's cache
 
 
 class Affine(NamedTuple):
@@ -28,7 +31,7 @@ class Affine(NamedTuple):
 
 
 class Chunk(NamedTuple):
-  """What a chunk of tokens does: S -> A S + B for the state, and outputs R S + O from the state S it begins with."""
+  """What a chunk of C tokens does with the state S it begins with: S -> A S + B, and its outputs are R S + O."""
 
   A: Array
   B: Array
@@ -39,48 +42,33 @@ class Chunk(NamedTuple):
 class Rule(NamedTuple):
   """A family of recurrences. Every function works on one head, without batch axes.
 
-  A token of zeros is the identity: it leaves the state as it is. So padding with zeros needs no masks.
+  A token of zeros is the identity: it leaves the state as it is, so that padding with zeros needs no masks.
+
+  The functions of a chunk get tokens with a leading axis C, and masks, which are None without segments. The backward pass
+  goes through the chunks in reverse. `begin_pullback` runs for many chunks at once and gives Affine(A, D), such that the
+  cotangent of the state before a chunk is A^T dstate + D, and whatever `pullback` wants kept. `pullback` then gets the state
+  before the chunk and the cotangent of the state after it.
   """
 
-  step: Callable[[Any, Any], tuple[Any, Array]]  # (state, token) -> (state, output): the paper's equation
-  lift: Callable[[Any], Affine]  # token -> its map of the state
-  read: Callable[[Any, Any, Any], Array]  # (state before, state after, token) -> output
-  chunk: Callable[..., Chunk]  # (tokens with a leading axis C, masks or None, precision) -> its map and its outputs
+  step: Callable  # (state, token) -> (state, output): the paper's equation
+  lift: Callable  # token -> Affine
+  read: Callable  # (state before, state after, token) -> output
+  chunk: Callable  # (tokens, masks, precision) -> Chunk
+  begin_pullback: Callable  # (tokens, masks, do, precision) -> (Affine, kept)
+  pullback: Callable  # (tokens, masks, kept, state, dstate, do, precision) -> cotangents of the tokens
+  respond: Callable = jnp.matmul  # (R, state, precision=) -> R S
 
 
-class Segments(NamedTuple):
-  """Packed documents as the drivers see them."""
-
-  runs: Int[Array, "B T"]  # counts the changes of document up to each token; padding belongs to the run before it
-  real: Array  # [B T] bool: not padding
+# --- maps of a state -------------------------------------------------------------------------------------------------
 
 
-def segments(segment_ids: Int[Array, "B T"]) -> Segments:
-  """A change of id between real tokens begins a new run; padding (id < 0) neither begins nor ends one."""
-  real = segment_ids >= 0
-  position = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-  last_real = lax.cummax(jnp.where(real, position, -1), axis=1)
-  before = jnp.concatenate([jnp.full_like(last_real[:, :1], -1), last_real[:, :-1]], axis=1)
-  id_before = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
-  change = real & (before >= 0) & (segment_ids != id_before)
-  return Segments(jnp.cumsum(change, axis=1, dtype=jnp.int32), real)
-
-
-def blank_padding(tokens, real):
-  """Zeros for whatever stands in the padding, so that it is the identity whatever it was (NaN included)."""
-  return jax.tree.map(lambda x: jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)), tokens)
-
-
-# --- heads -----------------------------------------------------------------------------------------------------------
+def apply(affine: Affine, state: Array) -> Array:
+  return _times(affine.A, state) + affine.B
 
 
 def combine(first: Affine, second: Affine) -> Affine:
   """The map that applies `first`, then `second`: (A2 A1, A2 B1 + B2)."""
   return Affine(_times(second.A, first.A), apply(second, first.B))
-
-
-def apply(affine: Affine, state: Array) -> Array:
-  return _times(affine.A, state) + affine.B
 
 
 def _times(A: Array, X: Array) -> Array:
@@ -90,106 +78,293 @@ def _times(A: Array, X: Array) -> Array:
   return A.reshape(A.shape + (1,) * (X.ndim - A.ndim)) * X
 
 
-def _group(tokens, groups: int):
-  """Splits value heads [.. HV ..] into [.. H G ..]; returns the tokens and, per field, the axis to map over for G."""
-  if groups == 1:
-    return tokens, None
-  heads = min(x.shape[2] for x in jax.tree.leaves(tokens))
-  wide = jax.tree.map(lambda x: x.shape[2] == heads * groups, tokens)
-  split = jax.tree.map(lambda x, w: x.reshape(*x.shape[:2], heads, groups, *x.shape[3:]) if w else x, tokens, wide)
-  return split, jax.tree.map(lambda w: 0 if w else None, wide)
+def _apply_transposed(affine: Affine, state: Array) -> Array:
+  return _times(affine.A.T, state) + affine.B
 
 
-def _over_heads(f: Callable, group_axes) -> Callable:
-  """Maps f(state, tokens, *per_batch) over leading axes [B H] or [B H G]."""
-
-  def mapped(state, tokens, *per_batch):
-    g = f
-    if group_axes is not None:
-      g = jax.vmap(g, in_axes=(0, group_axes, *(None,) * len(per_batch)))
-    g = jax.vmap(g, in_axes=(0, 0, *(None,) * len(per_batch)))
-    return jax.vmap(g)(state, tokens, *per_batch)
-
-  return mapped
+# --- segments --------------------------------------------------------------------------------------------------------
 
 
-def _split_state(state, groups: int):
-  return jax.tree.map(lambda s: s.reshape(s.shape[0], -1, groups, *s.shape[2:]) if groups > 1 else s, state)
+def segments(segment_ids: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
+  """Packed documents as the drivers see them: `runs` counts the changes of document up to each token, `real` is not padding.
+
+  A change of id between real tokens begins a new run; padding (id < 0) neither begins nor ends one.
+  """
+  real = segment_ids >= 0
+  position = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+  last_real = lax.cummax(jnp.where(real, position, -1), axis=1)
+  before = jnp.concatenate([jnp.full_like(last_real[:, :1], -1), last_real[:, :-1]], axis=1)
+  id_before = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
+  change = real & (before >= 0) & (segment_ids != id_before)
+  return jnp.cumsum(change, axis=1, dtype=jnp.int32), real
 
 
-def _merge_state(state, groups: int):
-  return jax.tree.map(lambda s: s.reshape(s.shape[0], -1, *s.shape[3:]) if groups > 1 else s, state)
+def blank_padding(tokens, real: Bool[Array, "B T"]):
+  """Zeros for whatever stands in the padding, NaN included, so that it is the identity."""
+  blank = lambda x: jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+  return jax.tree.map(blank, tokens)
 
 
-def _merge_outputs(o: Array, groups: int) -> Array:
-  """[T B H V] or [T B H G V] -> [B T HV V]."""
-  o = jnp.moveaxis(o, 0, 1)
-  return o.reshape(*o.shape[:2], -1, o.shape[-1]) if groups > 1 else o
+def _before(runs: Int[Array, "B T"]) -> Int[Array, "B T"]:
+  """The run of the token before each; the initial state belongs to the first run."""
+  return jnp.concatenate([jnp.zeros_like(runs[:, :1]), runs[:, :-1]], axis=1)
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+#
+# Rows are batch times heads of queries and keys, R = B H; each has a group of G value heads. Arrays are kept at few axes
+# ([R ..] or, where G > 1, [R G ..]): XLA's CPU products take no more than eight.
+
+
+class _Heads(NamedTuple):
+  B: int
+  H: int
+  G: int
+
+  def rows(self, x: Array) -> Array:
+    """State [B HV ..] -> [R (G) ..]."""
+    return x.reshape(self.B * self.H, *((self.G,) if self.G > 1 else ()), *x.shape[2:])
+
+  def unrows(self, x: Array) -> Array:
+    return x.reshape(self.B, self.H * self.G, *x.shape[1 if self.G == 1 else 2 :])
+
+  def grouped(self, x: Array) -> bool:
+    """Whether tokens [B T H or HV ..] have value heads that are more than the heads of the queries."""
+    return self.G > 1 and x.shape[2] == self.H * self.G
+
+  def split(self, x: Array) -> Array:
+    """Tokens [B T HV ..] -> [B T H G ..] where they are grouped."""
+    return x.reshape(*x.shape[:2], self.H, self.G, *x.shape[3:]) if self.grouped(x) else x
+
+  def axes(self, tokens):
+    """For each array of tokens, what to map over for the groups: 0, or None where the group shares it."""
+    return jax.tree.map(lambda x: 0 if self.grouped(x) else None, tokens)
+
+  def over(self, f: Callable, axes) -> Callable:
+    """Maps f(per row, tokens, *per value head) over the axes [R (G)]."""
+
+    def mapped(per_row, tokens, *rest):
+      g = f if self.G == 1 else jax.vmap(f, in_axes=(None, axes, *(0,) * len(rest)))
+      return jax.vmap(g)(per_row, tokens, *rest)
+
+    return mapped
+
+  def nest(self, f: Callable, extra: int = 0) -> Callable:
+    """Maps f over the axes [R (G)], and over more in front."""
+    return _nest(f, extra + (1 if self.G == 1 else 2))
+
+
+def _heads(tokens, state: Array) -> _Heads:
+  H = min(x.shape[2] for x in jax.tree.leaves(tokens))
+  return _Heads(state.shape[0], H, state.shape[1] // H)
+
+
+def _nest(f: Callable, axes: int) -> Callable:
+  return f if axes == 0 else jax.vmap(_nest(f, axes - 1))
 
 
 # --- over tokens -----------------------------------------------------------------------------------------------------
 
 
-def recurrent(rule: Rule, tokens, state, runs: Array | None = None, *, groups: int = 1):
-  """The equation, token by token. Keeps one state in every 64 for the backward pass."""
-  tokens, group_axes = _group(tokens, groups)
-  step = _over_heads(lambda s, x, reset: rule.step(_reset(s, reset), x), group_axes)
-  xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-  T, B = jax.tree.leaves(xs)[0].shape[:2]
-  changes = jnp.zeros((T, B), bool) if runs is None else jnp.moveaxis(_changes(runs), 1, 0)
-  body = lambda s, x: step(s, *x)
+def recurrent(rule: Rule, tokens, state: Array, runs: Array | None = None):
+  """The equation, token by token. Of each 64 states the backward pass keeps one."""
+  heads = _heads(tokens, state)
+  xs, changes = _token_major(heads, tokens, runs)
+  step = heads.over(lambda change, x, s: rule.step(_reset(s, change), x), heads.axes(tokens))
+  scan = partial(lax.scan, lambda s, x: step(x[1], x[0], s))
 
-  def scan(state, xs):
-    return lax.scan(body, state, xs)
-
-  state = _split_state(state, groups)
-  whole = T // BLOCK * BLOCK if T > BLOCK else 0
+  state = heads.rows(state)
+  T = len(changes)
+  whole = T - T % TOKENS_BETWEEN_STATES if T > TOKENS_BETWEEN_STATES else 0
   outputs = []
   if whole:
-    blocks = jax.tree.map(lambda x: x[:whole].reshape(-1, BLOCK, *x.shape[1:]), (xs, changes))
+    blocks = jax.tree.map(lambda x: x[:whole].reshape(-1, TOKENS_BETWEEN_STATES, *x.shape[1:]), (xs, changes))
     state, o = lax.scan(jax.checkpoint(scan), state, blocks)
     outputs.append(o.reshape(whole, *o.shape[2:]))
   if whole < T:
     state, o = scan(state, jax.tree.map(lambda x: x[whole:], (xs, changes)))
     outputs.append(o)
   o = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
-  return _merge_outputs(o, groups), _merge_state(state, groups)
+  return _batch_major(heads, o), heads.unrows(state)
 
 
-def _changes(runs: Array) -> Array:
-  return jnp.concatenate([jnp.zeros_like(runs[:, :1], bool), runs[:, 1:] != runs[:, :-1]], axis=1)
+def _token_major(heads: _Heads, tokens, runs):
+  """Tokens as [T R (G) ..], and [T R]: where a document begins."""
+
+  def flat(x):
+    x = jnp.moveaxis(heads.split(x), 1, 0)
+    return x.reshape(x.shape[0], heads.B * heads.H, *x.shape[3:])
+
+  xs = jax.tree.map(flat, tokens)
+  T = len(jax.tree.leaves(xs)[0])
+  changes = jnp.zeros((T, heads.B), bool) if runs is None else (runs != _before(runs)).T
+  return xs, jnp.repeat(changes, heads.H, axis=1)
 
 
-def _reset(state, reset: Array):
-  return jax.tree.map(lambda s: jnp.where(reset, jnp.zeros((), s.dtype), s), state)
+def _batch_major(heads: _Heads, o: Array) -> Array:
+  """[T R (G) V] -> [B T HV V]."""
+  return jnp.moveaxis(o.reshape(len(o), heads.B, heads.H * heads.G, o.shape[-1]), 0, 1)
+
+
+def _reset(state: Array, change: Array) -> Array:
+  return jnp.where(change, jnp.zeros((), state.dtype), state)
 
 
 # --- by associative scan ---------------------------------------------------------------------------------------------
 
 
-def associative(rule: Rule, tokens, state, runs: Array | None = None, *, groups: int = 1):
+def associative(rule: Rule, tokens, state: Array, runs: Array | None = None):
   """All states at once, by `jax.lax.associative_scan` over the tokens' maps. Memory: T states."""
-  tokens, group_axes = _group(tokens, groups)
-  xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-  T, B = jax.tree.leaves(xs)[0].shape[:2]
-  changes = jnp.zeros((T, B), bool) if runs is None else jnp.moveaxis(_changes(runs), 1, 0)
-  state = _split_state(state, groups)
+  heads = _heads(tokens, state)
+  axes = heads.axes(tokens)
+  xs, changes = _token_major(heads, tokens, runs)
 
-  def lift(s, x, reset):
-    a, b = rule.lift(x)
-    return Affine(jnp.where(reset, jnp.zeros((), a.dtype), a), b)
+  def lift(change, x):
+    affine = rule.lift(x)
+    return Affine(_reset(affine.A, change), affine.B)
 
-  per_token = jax.vmap(_over_heads(lift, group_axes), in_axes=(None, 0, 0))
-  maps = per_token(state, xs, changes)
-  over = lambda f, n: f if n == 0 else jax.vmap(over(f, n - 1))
-  batch = maps.B.ndim - state.ndim + (state.ndim - 2)
-  first = over(apply, batch - 1)(jax.tree.map(lambda x: x[0], maps), state)
-  maps = Affine(maps.A, maps.B.at[0].set(first))
-  _, states = lax.associative_scan(over(combine, batch), maps)
-  before = jnp.concatenate([state[None], states[:-1]])
+  maps = jax.vmap(heads.over(lift, axes))(changes, xs)
+  state = heads.rows(state)
+  first = heads.nest(apply)(jax.tree.map(lambda x: x[0], maps), state)
+  maps = Affine(maps.A, jnp.concatenate([first[None], maps.B[1:]]))
+  _, states = lax.associative_scan(heads.nest(combine, 1), maps)
+  read = heads.over(lambda change, x, before, after: rule.read(_reset(before, change), after, x), axes)
+  o = jax.vmap(read)(changes, xs, jnp.concatenate([state[None], states[:-1]]), states)
+  return _batch_major(heads, o), heads.unrows(states[-1])
 
-  def read(s, x, reset):
-    return rule.read(_reset(s[0], reset), s[1], x)
 
-  o = jax.vmap(_over_heads(read, group_axes))((before, states), xs, changes)
-  return _merge_outputs(o, groups), _merge_state(states[-1], groups)
+# --- over chunks -----------------------------------------------------------------------------------------------------
+
+
+def chunked(rule: Rule, tokens, state: Array, runs: Array | None = None, *, chunk_size: int = 64, precision=None):
+  """Products inside chunks, a scan over the chunks' maps. The backward pass keeps the inputs and each chunk's first state."""
+  B, T = jax.tree.leaves(tokens)[0].shape[:2]
+  plan = _plan(T, B * state.shape[1], chunk_size)
+  missing = plan.C * plan.M * plan.blocks - T
+  if missing:
+    tokens = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)), tokens)
+    runs = None if runs is None else jnp.pad(runs, [(0, 0), (0, missing)], mode="edge")
+  sweep = _Sweep(rule, plan, precision)
+  o, state = differentiable(sweep.forward, sweep.forward_keeping, sweep.pullback)((tokens, state), runs)
+  return o[:, :T], state
+
+
+class _Plan(NamedTuple):
+  """How tokens are cut: chunks of C tokens, M chunks at once in each of so many blocks."""
+
+  C: int
+  M: int
+  blocks: int
+
+
+def _plan(T: int, rows: int, chunk_size: int) -> _Plan:
+  """`rows` is batch times heads. A chunk's length is a power of two, at least 16, and no longer than T needs."""
+  C = max(16, min(_power_of_two(chunk_size), _power_of_two(T)))
+  N = -(-T // C)
+  blocks = -(-N // max(1, ROWS_AT_ONCE // (rows * C)))
+  return _Plan(C, -(-N // blocks), blocks)
+
+
+def _power_of_two(n: int) -> int:
+  return 1 << (n - 1).bit_length()
+
+
+class _Sweep(NamedTuple):
+  """One pass over the chunks, in either direction. A block of chunks is laid out [M R (G) C ..], with Z = M R as one axis."""
+
+  rule: Rule
+  plan: _Plan
+  precision: Any
+
+  def forward(self, inputs, runs):
+    return self.forward_keeping(inputs, runs)[0]
+
+  def forward_keeping(self, inputs, runs):
+    """Outputs and final state, and the state at the start of every chunk."""
+    tokens, state = inputs
+    heads = _heads(tokens, state)
+    summary = heads.over(lambda r, x: self.rule.chunk(x, self._masks(r), self.precision), heads.axes(tokens))
+
+    def block(state, n):
+      chunk = summary(self._runs(heads, runs, n), self._take(heads, tokens, n))
+      body = lambda s, affine: (heads.nest(apply)(affine, s), s)
+      state, starts = lax.scan(body, state, self._apart(Affine(chunk.A, chunk.B)))
+      read = lambda R, S, O: self.rule.respond(R, S, precision=self.precision) + O
+      o = heads.nest(read)(chunk.R, self._together(starts), chunk.O)
+      return state, (self._give(heads, o, heads.G > 1), starts)
+
+    state, (o, starts) = self._scan(block, heads.rows(state))
+    return (self._join(o), heads.unrows(state)), starts
+
+  def pullback(self, inputs, runs, starts, cotangents):
+    (tokens, _), (do, dstate) = inputs, cotangents
+    heads = _heads(tokens, dstate)
+    axes = heads.axes(tokens)
+    begin = lambda r, xd: self.rule.begin_pullback(xd[0], self._masks(r), xd[1], self.precision)
+    finish = lambda r, x, *rest: self.rule.pullback(x, self._masks(r), *rest, self.precision)
+
+    def block(dstate, n_starts):
+      n, starts = n_starts
+      r, x, d = self._runs(heads, runs, n), self._take(heads, tokens, n), self._take(heads, do, n)
+      back, kept = heads.over(begin, (axes, 0))(r, (x, d))
+      body = lambda s, affine: (heads.nest(_apply_transposed)(affine, s), s)
+      dstate, dstates = lax.scan(body, dstate, self._apart(back), reverse=True)
+      dx = heads.over(finish, axes)(r, x, kept, self._together(starts), self._together(dstates), d)
+      give = lambda dx, x: self._give(heads, dx if heads.grouped(x) or heads.G == 1 else dx.sum(1), heads.grouped(x))
+      return dstate, jax.tree.map(give, dx, tokens)
+
+    dstate, dx = self._scan(block, heads.rows(dstate), starts, reverse=True)
+    return jax.tree.map(self._join, dx), heads.unrows(dstate)
+
+  def _scan(self, block, carry, starts=None, reverse=False):
+    n = jnp.arange(self.plan.blocks)
+    xs = n if starts is None else (n, starts)
+    if self.plan.blocks > 1:
+      return lax.scan(block, carry, xs, reverse=reverse)
+    carry, ys = block(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda y: y[None], ys)
+
+  def _slice(self, x, n):
+    length = self.plan.C * self.plan.M
+    return x if self.plan.blocks == 1 else lax.dynamic_slice_in_dim(x, n * length, length, axis=1)
+
+  def _apart(self, tree):
+    """[Z ..] -> [M R ..]."""
+    return jax.tree.map(lambda x: x.reshape(self.plan.M, -1, *x.shape[1:]), tree)
+
+  def _together(self, x):
+    return x.reshape(-1, *x.shape[2:])
+
+  def _take(self, heads, tokens, n):
+    """Of [B T H or HV ..], block n as [Z (G) C ..], copied into that order."""
+
+    def take(x):
+      x, many = heads.split(self._slice(x, n)), heads.grouped(x)
+      x = x.reshape(heads.B, self.plan.M, self.plan.C, *x.shape[2:])
+      front = (1, 0, 3, 4, 2) if many else (1, 0, 3, 2)
+      x = jnp.transpose(x, (*front, *range(len(front), x.ndim)))
+      return lax.optimization_barrier(x.reshape(-1, *x.shape[3:]))
+
+    return jax.tree.map(take, tokens)
+
+  def _give(self, heads, x, grouped):
+    """[Z (G) C ..] -> [B L H or HV ..]: a block's part of a result."""
+    x = x.reshape(self.plan.M, heads.B, heads.H, *x.shape[1:])
+    back = (1, 0, 4, 2, 3) if grouped else (1, 0, 3, 2)
+    x = jnp.transpose(x, (*back, *range(len(back), x.ndim)))
+    return x.reshape(heads.B, self.plan.M * self.plan.C, -1, *x.shape[len(back) :])
+
+  def _join(self, x):
+    """[blocks B L ..] -> [B T ..]."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+  def _runs(self, heads, runs, n):
+    """The run of each token and of the token before each: [Z C]."""
+    if runs is None:
+      return None
+    cut = lambda x: jnp.moveaxis(self._slice(x, n).reshape(heads.B, self.plan.M, self.plan.C), 1, 0)
+    return jax.tree.map(lambda x: jnp.repeat(cut(x), heads.H, axis=1).reshape(-1, self.plan.C), (runs, _before(runs)))
+
+  def _masks(self, runs):
+    return None if runs is None else segment_masks(runs[0], runs[1][0])

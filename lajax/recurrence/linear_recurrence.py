@@ -26,4 +26,4 @@ def _read(before, after, t: Tokens):
   return after[:, 0]
 
 
-rule = Rule(_step, _lift, _read, None)
+rule = Rule(_step, _lift, _read, None, None, None)

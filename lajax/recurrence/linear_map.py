@@ -1,0 +1,115 @@
+"""A function with a backward pass written by hand that can be differentiated forwards too.
+
+`jax.custom_vjp` would forbid forward mode. Here the tangent of a function is a linear map that knows both directions: pushed
+forward it is the derivative that JAX finds by itself, transposed it is the pullback written by hand.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+linear_map_p = Primitive("lajax_linear_map")
+linear_map_p.multiple_results = True
+
+
+def differentiable(f: Callable, forward: Callable, pullback: Callable) -> Callable:
+  """f(inputs, constants), with its own backward pass.
+
+  Args:
+    f: (inputs, constants) -> outputs; pytrees of arrays; only `inputs` are differentiated. JAX must be able to differentiate
+      it forwards.
+    forward: (inputs, constants) -> (outputs, kept): the same, and what the pullback wants kept.
+    pullback: (inputs, constants, kept, cotangents of the outputs) -> cotangents of the inputs.
+  """
+
+  @jax.custom_jvp
+  def g(inputs, constants):
+    return f(inputs, constants)
+
+  @g.defjvp
+  def g_jvp(primals, tangents):
+    inputs, constants = primals
+    outputs, kept = forward(inputs, constants)
+    push = lambda known, t: jax.jvp(lambda x: f(x, known[1]), (known[0],), (t,))[1]
+    pull = lambda known, ct: pullback(*known, ct)
+    return outputs, _linear_map(push, pull, (inputs, constants, kept), tangents[0], outputs)
+
+  return g
+
+
+def _linear_map(push, pull, known, tangents, outputs):
+  """The linear map t -> push(known, t), whose transpose is ct -> pull(known, ct)."""
+  known_leaves, known_tree = jax.tree.flatten(known)
+  tangent_leaves, tangent_tree = jax.tree.flatten(tangents)
+  _, output_tree = jax.tree.flatten(outputs)
+
+  def flat(function, tree):
+    def call(*args):
+      known = jax.tree.unflatten(known_tree, args[: len(known_leaves)])
+      return jax.tree.leaves(function(known, jax.tree.unflatten(tree, args[len(known_leaves) :])))
+
+    return call
+
+  out = linear_map_p.bind(
+    *known_leaves, *tangent_leaves, push=flat(push, tangent_tree), pull=flat(pull, output_tree), known=len(known_leaves)
+  )
+  return jax.tree.unflatten(output_tree, out)
+
+
+@linear_map_p.def_impl
+def _impl(*args, push, pull, known):
+  return push(*args)
+
+
+@linear_map_p.def_abstract_eval
+def _abstract_eval(*avals, push, pull, known):
+  closed, _ = jax.make_jaxpr(push, return_shape=True)(*avals)
+  return closed.out_avals
+
+
+def _jvp(primals, tangents, *, push, pull, known):
+  if any(type(t) is not ad.Zero for t in tangents[:known]):
+    raise NotImplementedError(
+      "this form has first derivatives only, and a second one was asked for; use impl='recurrent' or impl='associative'."
+    )
+  bind = functools.partial(linear_map_p.bind, push=push, pull=pull, known=known)
+  moving = map(ad.instantiate_zeros, tangents[known:])
+  return bind(*primals), bind(*primals[:known], *moving)
+
+
+def _transpose(cotangents, *args, push, pull, known):
+  cotangents = map(ad.instantiate_zeros, cotangents)
+  found = linear_map_p.bind(*args[:known], *cotangents, push=pull, pull=push, known=known)
+  wanted = [x if ad.is_undefined_primal(arg) else None for arg, x in zip(args[known:], found, strict=True)]
+  return [None] * known + wanted
+
+
+def _batch(args, dims, *, push, pull, known):
+  size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not batching.not_mapped)
+  along = [0 if d is not batching.not_mapped else None for d in dims[:known]]
+  args = [x if d is batching.not_mapped else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+  moving = [
+    jnp.broadcast_to(x, (size, *x.shape)) if d is batching.not_mapped else x
+    for x, d in zip(args[known:], dims[known:], strict=True)
+  ]
+
+  def mapped(function):
+    def call(*args):
+      return jax.vmap(function, in_axes=(*along, *(0,) * (len(args) - known)), axis_size=size)(*args)
+
+    return call
+
+  out = linear_map_p.bind(*args[:known], *moving, push=mapped(push), pull=mapped(pull), known=known)
+  return out, [0] * len(out)
+
+
+ad.primitive_jvps[linear_map_p] = _jvp
+ad.primitive_transposes[linear_map_p] = _transpose
+batching.primitive_batchers[linear_map_p] = _batch
+mlir.register_lowering(
+  linear_map_p, mlir.lower_fun(lambda *args, push, pull, known: push(*args), multiple_results=True)
+)
