@@ -136,7 +136,9 @@ def _attention(rng, gate, row, s):
     "k": _normal(rng, 1, s.T, s.H, s.K),
     "v": _normal(rng, 1, s.T, s.H, s.V),
   }
-  return qkv | ({"log_forget": ROWS[row](rng, (1, s.T, heads))} if gate == "forget" else {})
+  if gate == "forget":
+    return qkv | {"log_forget": ROWS[row](rng, (1, s.T, heads))}
+  return qkv | ({"sink": _normal(rng, heads)} if gate == "window_sink" else {})
 
 
 # --- the equations, as printed, in numpy: what `recurrent` itself is compared with --------------------------------------
@@ -200,8 +202,9 @@ def _correct(state, token):
   return state + _outer(k, token["beta"][:, None] * error)
 
 
-def _softmax(inputs, segment_ids, scale, window=None, sink=None):
-  """Softmax over the tokens of the same document, up to the query's own."""
+def _softmax(inputs, segment_ids, scale, window=None):
+  """Softmax over the tokens of the same document, up to the query's own; a sink takes part in the denominator only."""
+  sink = inputs.get("sink")
   q, v = inputs["q"], inputs["v"]
   k, v = np.repeat(inputs["k"], q.shape[1] // v.shape[1], 1), np.repeat(v, q.shape[1] // v.shape[1], 1)
   real = segment_ids >= 0
@@ -242,7 +245,8 @@ class Case:
   options: tuple[tuple[str, Any], ...] = ()
   chunked: bool = True  # takes chunk_size
   stateful: bool = True
-  untimed: tuple[str, ...] = ("initial_state",)  # arguments without an axis T
+  untimed: tuple[str, ...] = ("initial_state", "sink")  # arguments without an axis T
+  shared: tuple[str, ...] = ("sink",)  # arguments without an axis B: the same for all rows
   output: Callable = lambda arrays: arrays["v"].shape  # shape of o
   cancelling: tuple[str, ...] = ()  # gradients that may cancel to nothing; see CANCELLATION
 
@@ -271,7 +275,7 @@ _softmax_attention = functools.partial(
   chunked=False,
   stateful=False,
   output=lambda arrays: (*arrays["q"].shape[:3], arrays["v"].shape[-1]),
-  cancelling=("dq", "dk", "dlog_forget"),
+  cancelling=("dq", "dk", "dlog_forget", "dsink"),
 )
 
 CASES = {
@@ -297,7 +301,7 @@ CASES = {
     _softmax_attention("none", equation=_softmax, rows=("plain",)),
     _softmax_attention("forget", equation=_softmax, rows=("plain", "mixed", "forget", "cliff", "inf", "zero")),
     _softmax_attention(
-      "window", equation=functools.partial(_softmax, window=7), rows=("plain",), options=(("window", 7),)
+      "window_sink", equation=functools.partial(_softmax, window=7), rows=("plain",), options=(("window", 7),)
     ),
   ]
 }
@@ -319,7 +323,8 @@ def inputs(case_id: str, shape: Shape = Shape(), rows: tuple[str, ...] | None = 
   for n, row in enumerate(rows or batch(case)):
     rng = np.random.default_rng(zlib.crc32(f"{case.id}/{row}/{n}/{shape}".encode()))
     drawn.append(case.sample(rng, case.gate, row, shape))
-  return jax.tree.map(lambda *x: np.concatenate(x), *drawn)
+  together = {name: jax.tree.map(lambda *x: np.concatenate(x), *(d[name] for d in drawn)) for name in drawn[0]}
+  return together | {name: drawn[0][name] for name in case.shared if name in drawn[0]}
 
 
 def cotangents(case: Case, arrays: Mapping[str, Any]) -> tuple[np.ndarray, Any]:
@@ -332,9 +337,9 @@ def cotangents(case: Case, arrays: Mapping[str, Any]) -> tuple[np.ndarray, Any]:
 
 def rounded(name: str, x: np.ndarray, dtype: str) -> np.ndarray:
   """The values that an implementation in `dtype` is given; in the bf16 runs decays and states stay float32."""
-  wide = name in ("g", "log_a", "log_forget", "initial_state")
-  narrow = np.asarray(x).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" and not wide else np.float32)
-  return narrow.astype(np.float64) if dtype == "float64" else narrow
+  if dtype == "bfloat16" and name not in ("g", "log_a", "log_forget", "initial_state"):
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16)
+  return np.asarray(x, np.float64 if dtype == "float64" else np.float32)
 
 
 # --- running an op ---------------------------------------------------------------------------------------------------
@@ -424,19 +429,21 @@ def cut(case: Case, tree: Mapping[str, Any], span: slice) -> dict[str, Any]:
   return {name: x if name in case.untimed else jax.tree.map(lambda a: a[:, span], x) for name, x in tree.items()}
 
 
-def misses(case: Case, got: Result, want: Result, dtype: str, rows: Sequence[str]) -> dict[str, list[str]]:
-  """What misses the budget, by row of the batch (its number and kind of values)."""
-  found = {f"{n} {row}": _failures(case, got, want, dtype, n) for n, row in enumerate(rows)}
-  return {row: lines for row, lines in found.items() if lines}
+def misses(case: Case, got: Result, want: Result, dtype: str, rows: Sequence[str] | None = None) -> dict[str, list[str]]:
+  """What misses the budget: by row of the batch (its number and kind of values), or of the batch as a whole."""
+  parts = {"batch": slice(None)} if rows is None else {f"{n} {row}": n for n, row in enumerate(rows)}
+  found = {name: _failures(case, got, want, dtype, part) for name, part in parts.items()}
+  return {name: lines for name, lines in found.items() if lines}
 
 
-def _failures(case: Case, got: Result, want: Result, dtype: str, row: int) -> list[str]:
+def _failures(case: Case, got: Result, want: Result, dtype: str, row: int | slice) -> list[str]:
   lines = []
   wanted = want.named()
   for name, x in got.named().items():
     kind = "value" if name[0] != "d" else "gate" if name[1:] in GATES else "gradient"
     floor = CANCELLATION if name in case.cancelling else 0.0
-    error, budget = relative_rms(x[row], wanted[name][row], floor), BUDGET[dtype][kind]
+    part = ... if name[1:] in case.shared else row
+    error, budget = relative_rms(x[part], wanted[name][part], floor), BUDGET[dtype][kind]
     if not error <= budget:
       lines.append(f"{name}: relative RMS {error:.2e}, budget {budget:.0e}")
   return lines

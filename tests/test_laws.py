@@ -56,7 +56,7 @@ def _splits():
       yield pytest.param(case_id, at, marks=() if fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("case_id", "at"), _splits())
+@pytest.mark.parametrize(("case_id", "at"), [*_splits()])
 def test_split_equals_whole(case_id, at):
   """Outputs, final state and every gradient of two calls that pass the state on, against one call."""
   case = CASES[case_id]
@@ -146,7 +146,10 @@ def test_padding_is_inert(case_id, filling):
 
 @pytest.mark.parametrize("case_id", CASES)
 def test_documents_do_not_touch_each_other(case_id):
-  """Other tokens in every second document: the same bits in all others, forward and backward."""
+  """Other and louder tokens in every second document: the same bits in all others, forward and backward.
+
+  Gates are held to the budget instead: their gradients are sums over tokens, and a sum's rounding may differ.
+  """
   case = CASES[case_id]
   ids = cases.packed_ids(BASE.T)
   arrays = cases.inputs(case_id, BASE)
@@ -154,14 +157,21 @@ def test_documents_do_not_touch_each_other(case_id):
   for row, n in zip(changed, ids, strict=True):
     for document in cases.documents(n)[1::2]:
       row[document] = True
-  mix = lambda x: np.where(changed.reshape(ids.shape + (1,) * (x.ndim - 2)), np.roll(x, 1, axis=0), x)
-  other = {name: x if name in case.untimed else mix(x) for name, x in arrays.items()}
+
+  def change(name, x):
+    if name in case.untimed:
+      return x
+    other = np.roll(x, 1, axis=0) * (100 if name in ("v", "x") else 1)
+    return np.where(changed.reshape(ids.shape + (1,) * (x.ndim - 2)), other, x)
+
   a = cases.evaluate(case, "chunked", "float32", arrays, ids)
-  b = cases.evaluate(case, "chunked", "float32", other, ids)
+  b = cases.evaluate(case, "chunked", "float32", {name: change(name, x) for name, x in arrays.items()}, ids)
   same = ~changed
   np.testing.assert_array_equal(a.o[same], b.o[same])
   for name, x in a.gradients.items():
-    if name not in case.untimed:
+    if name in cases.GATES:
+      assert cases.relative_rms(b.gradients[name][same], x[same]) <= cases.BUDGET["float32"]["gate"], f"d{name}"
+    elif name not in case.untimed:
       np.testing.assert_array_equal(x[same], b.gradients[name][same], err_msg=f"d{name}")
 
 
@@ -190,7 +200,7 @@ def test_documents_equal_separate_runs(case_id):
     last = n == len(found) - 1
     a = cases.Result(got.o[:, inside], got.state if last else (), gradients)
     b = cases.Result(want.o[:, where], want.state if last else (), wanted)
-    assert not cases.misses(case, a, b, "float32", cases.batch(case)), f"document {n}"
+    assert not cases.misses(case, a, b, "float32"), f"document {n}"  # a gradient of one row may cancel to nothing
 
 
 def _many(case_id: str, T: int, ids: np.ndarray):
@@ -257,7 +267,7 @@ def _forward_modes():
         yield pytest.param(case_id, impl, marks=() if fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("case_id", "impl"), _forward_modes())
+@pytest.mark.parametrize(("case_id", "impl"), [*_forward_modes()])
 def test_forward_mode_equals_reverse_mode(case_id, impl, x64):
   """<ct, J t> = <J^T ct, t>, with segments; J^T ct is compared with the reference elsewhere."""
   case = CASES[case_id]
@@ -296,20 +306,23 @@ def _loss(case, impl):
   return loss
 
 
-@pytest.mark.parametrize(("case_id", "impl"), _transformations())
+@pytest.mark.parametrize(("case_id", "impl"), [*_transformations()])
 def test_vmap_and_remat_change_nothing(case_id, impl):
   """grad of a rematerialised op under vmap, against grad of the op on the same rows in one batch."""
   case = CASES[case_id]
   arrays = small(case_id)
   loss = _loss(case, impl)
   want = quick_jit(jax.grad(loss))(arrays)
-  one = jax.tree.map(lambda x: x[:, None], arrays)  # the batch becomes an outer axis, and batches of one
-  got = quick_jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(one)
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    assert cases.relative_rms(a[:, 0], b) <= cases.BUDGET["float32"]["gradient"]
+  apart = {name: x if name in case.shared else jax.tree.map(lambda a: a[:, None], x) for name, x in arrays.items()}
+  over = ({name: None if name in case.shared else 0 for name in arrays},)  # an outer axis of batches of one
+  got = quick_jit(jax.vmap(jax.grad(jax.checkpoint(loss)), in_axes=over))(apart)
+  for name, x in got.items():
+    for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(want[name]), strict=True):
+      a = a.sum(0) if name in case.shared else a[:, 0]
+      assert cases.relative_rms(a, b) <= cases.BUDGET["float32"]["gate" if name in cases.GATES else "gradient"], name
 
 
-@pytest.mark.parametrize(("case_id", "impl"), _transformations())
+@pytest.mark.parametrize(("case_id", "impl"), [*_transformations()])
 def test_scan_over_layers(case_id, impl):
   """The op as the body of a `lax.scan` (a stack of layers), its gradient included, against a Python loop."""
   case = CASES[case_id]
