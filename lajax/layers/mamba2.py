@@ -70,10 +70,14 @@ class Mamba2(Mixer):
     self.num_groups = G
 
   def mix(self, p, memory, documents):
-    u, z = widen(p["u"]), widen(p["z"])
-    dt = jax.nn.softplus(widen(p["dt"]) + self.dt_bias[...])
-    v, g = u * dt[..., None], -jnp.exp(self.A_log[...]) * dt
-    o, memory = self.run(linear_attention, p["C"], p["B"], v, g, scale=1.0, memory=memory, documents=documents)
-    y = (o + self.D[...][:, None] * u) * jax.nn.silu(z)
+    y, memory = self.ssd(p["u"], p["B"], p["C"], p["dt"], memory, documents)
+    y = y * jax.nn.silu(widen(p["z"]))
     y = self.norm(y.reshape(*y.shape[:2], self.num_groups, -1))
     return y.astype(p["u"].dtype), memory
+
+  def ssd(self, u, B, C, dt, memory, documents):
+    """S_t^T C_t + D u_t from u [B T H V], B and C [B T G K], and dt [B T H] before the bias and the softplus."""
+    u, dt = widen(u), jax.nn.softplus(widen(dt) + self.dt_bias[...])
+    v, g = u * dt[..., None], -jnp.exp(self.A_log[...]) * dt
+    o, memory = self.run(linear_attention, C, B, v, g, scale=1.0, memory=memory, documents=documents)
+    return o + self.D[...][:, None] * u, memory

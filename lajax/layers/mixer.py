@@ -1,6 +1,7 @@
 """The shell of every mixer: one projection in, a short convolution, the mixer's own equation, one projection out."""
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from math import prod
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from lajax._shapes import IMPLS, check, check_option, check_positive
 from lajax.layers.parameters import wide_dtype
 from lajax.layers.short_conv import ShortConv
-from lajax.layers.state import Documents, LayerState, follow
+from lajax.layers.state import Documents, LayerState, check_state, follow
 
 
 def value_width(head_dim: int, expand_v: float) -> int:
@@ -74,12 +75,11 @@ class Mixer(nnx.Module):
     check_positive("chunk_size", chunk_size)
     check_positive("conv_size", conv_size)
     linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    convolved = conv_on if conv_size else ()
-    names = (*convolved, *(name for name in projections if name not in convolved))
-    self.cuts = tuple((name, tuple(projections[name])) for name in names)
-    self.in_proj = nnx.Linear(d_model, sum(prod(shape) for _, shape in self.cuts), **linear)
+    self.convolved = tuple((name, projections[name]) for name in conv_on if conv_size)
+    self.direct = tuple(item for item in projections.items() if item not in self.convolved)
+    channels, others = _columns(self.convolved), _columns(self.direct)
+    self.in_proj = nnx.Linear(d_model, channels + others, **linear)
     self.out_proj = nnx.Linear(inner, d_model, **linear)
-    channels = sum(prod(projections[name]) for name in convolved)
     options = {"use_bias": conv_bias, "activation": conv_activation, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.conv = ShortConv(channels, conv_size, **options) if conv_size else None
     self.d_model, self.memory_shape = d_model, tuple(memory)
@@ -142,15 +142,18 @@ class Mixer(nnx.Module):
     """
     sizes = check({"D": self.d_model}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
     B, T = sizes["B"], sizes["T"]
-    self._check_state(state, B)
+    check_state(state, B)
     documents = follow(state, (B, T), segment_ids)
     memory = None if state is None else documents.only_continued(state.memory)
 
-    rest, convolved, conv = self.in_proj(documents.only_real(x)), None, None
-    if self.conv is not None:
-      convolved, rest = jnp.split(rest, [self.conv.channels], axis=-1)
+    projected, conv = self.in_proj(documents.only_real(x)), None
+    if self.conv is None:
+      p = _cut(projected, self.direct)
+    else:
+      convolved, direct = jnp.split(projected, [self.conv.channels], axis=-1)
       convolved, conv = self.conv.convolve(convolved, None if state is None else state.conv, documents)
-    o, memory = self.mix(self._cut(convolved, rest), memory, documents)
+      p = _cut(convolved, self.convolved) | _cut(direct, self.direct)
+    o, memory = self.mix(p, memory, documents)
     y = documents.only_real(self.out_proj(o.reshape(B, T, -1)))
     memory = jax.tree.map(lambda s: s.astype(self.memory_dtype), memory)
     return y, LayerState(memory, conv, documents.segment, documents.length)
@@ -161,20 +164,16 @@ class Mixer(nnx.Module):
     conv = None if self.conv is None else self.conv.init_cache(batch)
     return LayerState(self.init_memory(batch), conv, jnp.full(batch, -1, jnp.int32), jnp.zeros(batch, jnp.int32))
 
-  def _cut(self, *sources: Array | None) -> dict[str, Array]:
-    """The named projections, from the convolved channels and then from the rest."""
-    parts, left = {}, [source for source in sources if source is not None]
-    for name, shape in self.cuts:
-      part, rest = jnp.split(left[0], [prod(shape)], axis=-1)
-      parts[name] = part.reshape(*part.shape[:2], *shape)
-      left = [rest, *left[1:]] if rest.shape[-1] else left[1:]
-    return parts
 
-  def _check_state(self, state, batch: int) -> None:
-    if state is None:
-      return
-    if not isinstance(state, LayerState):
-      raise ValueError(f"`state` must be a LayerState, as from init_state({batch}) or an earlier call; got {type(state).__name__}.")
-    got = state.length.shape
-    if got != (batch,):
-      raise ValueError(f"`state` must have B = {batch} rows to match `x`; got {got}. Make it by init_state({batch}).")
+Heads = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the parts of a projection
+
+
+def _columns(heads: Heads) -> int:
+  return sum(prod(shape) for _, shape in heads)
+
+
+def _cut(projected: Float[Array, "B T columns"], heads: Heads) -> dict[str, Array]:
+  """The parts of a projection, each [B T *shape]."""
+  ends = accumulate(prod(shape) for _, shape in heads)
+  parts = jnp.split(projected, list(ends), axis=-1)[:-1]  # the last one is what lies behind all of them: nothing
+  return {name: part.reshape(*part.shape[:2], *shape) for (name, shape), part in zip(heads, parts, strict=True)}

@@ -6,7 +6,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lajax._shapes import check, check_positive
-from lajax.layers.state import Documents, LayerState, follow
+from lajax.layers.parameters import over_tokens
+from lajax.layers.state import Documents, LayerState, check_state, follow
 
 
 class ShortConv(nnx.Module):
@@ -59,6 +60,7 @@ class ShortConv(nnx.Module):
   ) -> tuple[Float[Array, "B T D"], LayerState]:
     """Convolves x, continuing from a state; returns the outputs and the state after the last real token of each row."""
     sizes = check({"D": self.channels}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
+    check_state(state, sizes["B"])
     documents = follow(state, (sizes["B"], sizes["T"]), segment_ids)
     y, cache = self.convolve(documents.only_real(x), None if state is None else state.conv, documents)
     return y, LayerState(None, cache, documents.segment, documents.length)
@@ -73,7 +75,7 @@ class ShortConv(nnx.Module):
   def convolve(self, x: Float[Array, "B T D"], cache: Array | None, documents: Documents) -> tuple[Array, Array]:
     """The convolution behind a cache; x must be zero at the padding."""
     cache = self.init_cache(x.shape[0]) if cache is None else documents.only_continued(cache)
-    check({"D": self.channels, "B": x.shape[0]}, **{"state.conv": (cache, "B W D")})
+    check({"D": self.channels, "B": x.shape[0], "W-1": self.width - 1}, **{"state.conv": (cache, "B W-1 D")})
     dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
     reach = self.width - 1
     if documents.ids is None:
@@ -99,10 +101,10 @@ class ShortConv(nnx.Module):
     return y, rest.astype(cache.dtype)
 
   def _taps(self, seen: Array, mask) -> Array:
-    """W shifted products: on a CPU several times faster, forward and backward, than a grouped convolution."""
-    T = seen.shape[1] - self.width + 1
+    """W shifted products. (A grouped convolution takes 10 times as long forward and 5 times with gradients on a CPU.)"""
+    shape = (seen.shape[0], seen.shape[1] - self.width + 1, self.channels)
     weight = self.weight[...].astype(seen.dtype)
-    y = sum(mask(seen[:, w : w + T], w) * weight[:, w] for w in range(self.width))
+    y = sum(mask(seen[:, w : w + shape[1]], w) * over_tokens(weight[:, w], shape) for w in range(self.width))
     if self.bias is not None:
-      y = y + self.bias[...].astype(seen.dtype)
+      y = y + over_tokens(self.bias[...].astype(seen.dtype), shape)
     return jax.nn.silu(y) if self.activation == "silu" else y

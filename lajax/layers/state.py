@@ -26,6 +26,18 @@ class LayerState(NamedTuple):
   length: Int[Array, "B"]  # int32: tokens of that document so far
 
 
+def check_state(state: LayerState | None, batch: int) -> None:
+  """ValueError where this is no state, or one of another batch."""
+  if state is None:
+    return
+  if not isinstance(state, LayerState):
+    got = type(state).__name__
+    raise ValueError(f"`state` must be a LayerState, from init_state({batch}) or an earlier call; got {got}.")
+  rows = state.length.shape
+  if rows != (batch,):
+    raise ValueError(f"`state` must have B = {batch} rows to match `x`; got {rows}. Make it by init_state({batch}).")
+
+
 class Documents(NamedTuple):
   """How the tokens of one call fall into documents, the first of which may have begun in an earlier call."""
 

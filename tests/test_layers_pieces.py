@@ -1,0 +1,277 @@
+"""The pieces of layers against independent results in float64, and what each layer promises beside the laws."""
+
+import pathlib
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BUDGET, relative_rms
+from flax import nnx
+from layer_cases import CASES, PLAIN, QUICK, B, D
+
+import lajax.layers as L
+from lajax._numerics import l2_normalize
+from lajax.layers import parameters
+from lajax.layers.state import LayerState, follow
+
+ORACLE = pathlib.Path(__file__).parent / "oracle" / "ops"
+plain_layers = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in PLAIN])
+every_layer = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+
+
+def oracle(name: str) -> dict:
+  with np.load(ORACLE / f"{name}.npz") as file:
+    return {key: file[key].astype(np.float64) if file[key].dtype.kind == "f" else file[key] for key in file}
+
+
+def agrees_with_oracle(name: str, f):
+  """f of the inputs, by name, to a dict of outputs; held to the outputs and the gradients of the file."""
+  data = oracle(name)
+  inputs = {key[3:]: value for key, value in data.items() if key.startswith("in_")}
+  cotangents = {key[3:]: value for key, value in data.items() if key.startswith("ct_")}
+
+  def with_gradients(inputs, cotangents):
+    out, pull = jax.vjp(f, inputs)
+    return out, *pull(cotangents)
+
+  out, grads = jax.jit(with_gradients, compiler_options=QUICK)(inputs, cotangents)
+  for key, value in out.items():
+    assert relative_rms(value, data[f"out_{key}"]) <= BUDGET["float64"]["value"], key
+  for key, value in grads.items():
+    assert relative_rms(value, data[f"grad_{key}"]) <= BUDGET["float64"]["gate"], f"gradient of {key}"
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["T17", "T1_cache", "T2_cache", "T64_cache"])
+def test_short_conv(name):
+  activation = {"silu": "silu"}.get(str(oracle(f"short_conv__{name}")["attr_activation"]))
+
+  def f(i):
+    width = i["weight"].shape[1]
+    layer = L.ShortConv(6, width, use_bias="bias" in i, activation=activation, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    layer.weight[...] = i["weight"]
+    if "bias" in i:
+      layer.bias[...] = i["bias"]
+    cache = i.get("cache", jnp.zeros((2, 6, width)))
+    tail = jnp.moveaxis(cache, 1, 2)[:, 1:]
+    o, state = layer(i["x"], layer.init_state(2)._replace(conv=tail))
+    # The file keeps W inputs, of which the next call reads W - 1: the oldest comes from what went in.
+    oldest = jnp.concatenate([tail, i["x"]], axis=1)[:, -width]
+    return {"o": o, "cache": jnp.moveaxis(jnp.concatenate([oldest[:, None], state.conv], axis=1), 1, 2)}
+
+  agrees_with_oracle(f"short_conv__{name}", f)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("activation", ["swish", "sigmoid"])
+def test_gated_rms_norm(activation):
+  def f(i):
+    norm = L.GatedRMSNorm(8, activation, param_dtype=jnp.float64)
+    norm.weight[...] = i["weight"]
+    return {"y": norm(i["x"], i["g"])}
+
+  agrees_with_oracle(f"rmsnorm_gated__{activation}", f)
+
+
+@pytest.mark.usefixtures("x64")
+def test_l2_normalize():
+  agrees_with_oracle("l2norm__basic", lambda i: {"y": l2_normalize(i["x"])})
+
+
+@pytest.mark.usefixtures("x64")
+def test_softplus_decay():
+  agrees_with_oracle("gdn_gate__basic", lambda i: {"y": parameters.softplus_decay(i["g"], i["A_log"], i["dt_bias"])})
+  by_channel = lambda i: (i["g"], i["A_log"][:, None], i["dt_bias"].reshape(3, 8))
+  agrees_with_oracle("kda_gate__basic", lambda i: {"y": parameters.softplus_decay(*by_channel(i))})
+  agrees_with_oracle("kda_lowerbound_gate__basic", lambda i: {"y": parameters.bounded_decay(*by_channel(i), -5.0)})
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["T17", "T1_h0", "T64_h0", "T70_extreme"])
+def test_mamba2_ssd(name):
+  def f(i):
+    (_, _, H, P), N = i["x"].shape, i["Bm"].shape[-1]
+    layer = L.Mamba2(4, H, P, state_dim=N, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    layer.A_log[...], layer.dt_bias[...], layer.D[...] = i["A_log"], i["dt_bias"], i["D"]
+    heads = lambda x: x[:, :, None]
+    documents = follow(None, i["x"].shape[:2], None)
+    o, state = layer.ssd(i["x"], heads(i["Bm"]), heads(i["Cm"]), i["dt"], i.get("h0"), documents)
+    return {"o": o, "ht": state}
+
+  agrees_with_oracle(f"mamba2_ssd__{name}", f)
+
+
+def test_rotation_depends_on_distance():
+  q, k = np.random.default_rng(0).normal(size=(2, 1, 6, 1, 8)).astype(np.float32)
+  q, k = q[:, :1].repeat(6, 1), k[:, :1].repeat(6, 1)
+  turn = lambda x, start: parameters.rotate(x, start + jnp.arange(6)[None], 100.0)[0, :, 0]
+  np.testing.assert_allclose(turn(q, 0) @ turn(k, 0).T, turn(q, 1000) @ turn(k, 1000).T, atol=2e-3)
+  np.testing.assert_array_equal(parameters.rotate(q, jnp.zeros((1, 6), jnp.int32)), q)
+
+
+def test_initial_values():
+  dt = jax.nn.softplus(parameters.step_bias(jax.random.key(0), (4000,), jnp.float32))
+  assert dt.min() >= 0.999e-3
+  assert dt.max() <= 1.001e-1
+  assert abs(jnp.log(dt).mean() - jnp.log(1e-2)) < 0.1
+  A = jnp.exp(parameters.log_uniform_rate(jax.random.key(0), (4000,), 0.0, 16.0, jnp.float32))
+  assert jnp.isfinite(jnp.log(A)).all()
+  assert abs(A.mean() - 8) < 0.4
+
+
+# --- documents -------------------------------------------------------------------------------------------------------
+
+
+def test_documents_follow_the_state():
+  state = LayerState(None, None, jnp.array([-1, 5, 5, 5]), jnp.array([3, 3, 3, 3]))
+  ids = jnp.array([[5, 5, -1, 5, 7], [-1, 5, 7, 7, 5], [7, -1, -1, 7, 5], [-1, -1, -1, -1, -1]])
+  d = follow(state, ids.shape, ids)
+  np.testing.assert_array_equal(d.ids, [[0, 0, -1, 0, 1], [-1, 0, 1, 1, 2], [1, -1, -1, 1, 2], [-1] * 5])
+  np.testing.assert_array_equal(np.where(ids < 0, 0, d.position), [[3, 4, 0, 5, 0], [0, 3, 0, 1, 0], [0, 0, 0, 1, 0], [0] * 5])
+  np.testing.assert_array_equal(d.continues, [True, True, False, True])
+  np.testing.assert_array_equal(d.carried, [3, 3, 0, 3])
+  np.testing.assert_array_equal(d.segment, [7, 5, 5, 5])
+  np.testing.assert_array_equal(d.length, [1, 1, 1, 3])
+
+
+# --- every layer -----------------------------------------------------------------------------------------------------
+
+
+@plain_layers
+def test_bfloat16(case):
+  form = {} if case.name == "ShortConv" else {"impl": "recurrent"}  # compiles fastest
+  layer, same = case.make(dtype=jnp.bfloat16, **form), case.make(**form)
+  x = np.random.default_rng(0).normal(size=(B, 9, D)).astype(np.float32)
+  run = lambda layer, x: jax.jit(lambda x: layer(x), compiler_options=QUICK)(x)
+  (y, state), (exact, _) = run(layer, x.astype(jnp.bfloat16)), run(same, x)
+  assert y.dtype == jnp.bfloat16
+  # Not the first tokens: where q . k is near 0, a norm turns a small error of it into a change of sign.
+  assert relative_rms(y[:, 3:].astype(np.float32), exact[:, 3:]) < 3e-2
+  for path, p in jax.tree.leaves_with_path(nnx.state(layer)):
+    assert p.dtype == jnp.float32, path
+  if not isinstance(layer, (L.SoftmaxAttention, L.ShortConv)):
+    assert all(s.dtype == jnp.float32 for s in jax.tree.leaves(state.memory))
+
+
+@pytest.mark.slow
+@plain_layers
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_transformations(case, dtype):
+  """jit, grad, remat, and vmap over the batch; finite gradients of every parameter, none of them zero."""
+  graph, params = nnx.split(case.make(dtype=dtype))
+  x = jax.random.normal(jax.random.key(0), (B, 70, D), dtype)
+  call = lambda params, x: nnx.merge(graph, params)(x)[0]
+  loss = lambda call, params, x: (call(params, x).astype(jnp.float32) ** 2).sum()
+  one = lambda params, x: jax.vmap(lambda row: call(params, row[None])[0])(x)
+  results = [
+    jax.jit(jax.value_and_grad(lambda p, x, f=f: loss(f, p, x)))(params, x) for f in (call, jax.checkpoint(call), one)
+  ]
+  kind = jnp.dtype(dtype).name
+  for value, grads in results:
+    assert relative_rms(value, results[0][0]) <= BUDGET[kind]["value"]
+    for path, g in jax.tree.leaves_with_path(grads):
+      assert np.isfinite(g).all(), path
+      assert np.any(g), path
+    for g, h in zip(jax.tree.leaves(grads), jax.tree.leaves(results[0][1]), strict=True):
+      assert relative_rms(g, h) <= BUDGET[kind]["gate"]
+
+
+@plain_layers
+def test_to_linen(case):
+  layer = case.layer.func
+  module = nnx.bridge.to_linen(layer, *case.layer.args, **case.layer.keywords)
+  x = jnp.ones((1, 2, D))
+  variables = jax.jit(module.init, compiler_options=QUICK)(jax.random.key(0), x)
+  apply = jax.jit(module.apply, compiler_options=QUICK)
+  y, state = apply(variables, x)
+  assert isinstance(module, flax.linen.Module)
+  assert y.shape == x.shape
+  assert jax.tree.structure(state) == jax.tree.structure(case.make().init_state(1))
+
+
+@every_layer
+def test_wrong_inputs(case):
+  layer = nnx.eval_shape(case.make)
+  x = jnp.ones((2, 3, D))
+  with pytest.raises(ValueError, match=rf"`x` must be \[B T D\] = \(2, 3, {D}\).*got \(2, 3, 5\): axis D differs"):
+    layer(jnp.ones((2, 3, 5)))
+  with pytest.raises(ValueError, match=r"`x` must be \[B T D\]; got rank 2"):
+    layer(jnp.ones((3, D)))
+  with pytest.raises(ValueError, match=r"`x` must have a floating dtype"):
+    layer(jnp.ones((2, 3, D), jnp.int32))
+  with pytest.raises(ValueError, match=r"`segment_ids` must be \[B T\] = \(2, 3\)"):
+    layer(x, segment_ids=jnp.ones((2, 4), jnp.int32))
+  with pytest.raises(ValueError, match=r"`segment_ids` must have an? integer dtype"):
+    layer(x, segment_ids=jnp.ones((2, 3)))
+  with pytest.raises(ValueError, match=r"`state` must have B = 2 rows.*init_state\(2\)"):
+    layer(x, layer.init_state(3))
+  with pytest.raises(ValueError, match=r"`state` must be a LayerState.*got tuple"):
+    layer(x, (jnp.ones(2),))
+  with pytest.raises(TypeError):
+    case.make(unknown=1)
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda r: L.SoftmaxAttention(D, 2, 8, window=0, rngs=r), "`window` must be a whole number of at least 1.*got 0"),
+    (lambda r: L.SoftmaxAttention(D, 4, 8, num_kv_heads=3, rngs=r), "`num_kv_heads` must divide num_heads = 4; got 3"),
+    (lambda r: L.SoftmaxAttention(D, 2, 7, rope_theta=1e4, rngs=r), "`head_dim` must be even.*got 7"),
+    (lambda r: L.SoftmaxAttention(D, 2, 8, rope_theta=0.5, rngs=r), "`rope_theta` must be above 1"),
+    (lambda r: L.LinearAttention(D, 2, 8, feature_map="elu", rngs=r), "'elu\\+1', 'relu', 'exp', 'identity', 'taylor2'.*'elu'"),
+    (lambda r: L.LinearAttention(D, 2, 8, feature_map=3, rngs=r), "`feature_map` must be one of.*got 3"),
+    (lambda r: L.GatedDeltaNet(D, 2, 8, num_v_heads=3, rngs=r), "`num_v_heads` must be a multiple of num_heads = 2; got 3"),
+    (lambda r: L.GatedDeltaNet(D, 2, 5, expand_v=1.5, rngs=r), "`expand_v` times head_dim = 5 must be a whole number"),
+    (lambda r: L.GatedDeltaNet(D, 0, 8, rngs=r), "`num_heads` must be a whole number of at least 1.*got 0"),
+    (lambda r: L.GatedDeltaNet(D, 2, 8, impl="fast", rngs=r), "`impl` must be one of 'auto'.*got 'fast'"),
+    (lambda r: L.GatedDeltaNet(D, 2, 8, chunk_size=0, rngs=r), "`chunk_size` must be a whole number.*got 0"),
+    (lambda r: L.DeltaNet(D, 2, 8, conv_size=0, rngs=r), "`conv_size` must be a whole number.*got 0"),
+    (lambda r: L.Mamba2(D, 4, 8, num_groups=3, rngs=r), "`num_groups` must divide num_heads = 4; got 3"),
+    (lambda r: L.KimiDeltaAttention(D, 2, 8, lower_bound=5.0, rngs=r), "`lower_bound` must be a negative log decay.*got 5"),
+    (lambda r: L.GLA(D, 2, 8, gate_normalizer=0, rngs=r), "`gate_normalizer` must be positive"),
+    (lambda r: L.RetNet(D, 2, 7, rngs=r), "`head_dim` must be even"),
+    (lambda r: L.ShortConv(D, 0, rngs=r), "`width` must be a whole number.*got 0"),
+    (lambda r: L.ShortConv(D, activation="gelu", rngs=r), "`activation` must be 'silu' or None; got 'gelu'"),
+  ],
+)
+def test_wrong_options(make, message):
+  with pytest.raises(ValueError, match=message):
+    make(nnx.Rngs(0))
+
+
+def test_state_of_another_layer():
+  x = jnp.ones((2, 3, D))
+  with pytest.raises(ValueError, match=r"`state.conv` must be \[B W-1 D\] = \(2, 3, 48\).*got \(2, 3, 24\)"):
+    L.DeltaNet(D, 2, 8, rngs=nnx.Rngs(0))(x, L.DeltaNet(D, 2, 4, rngs=nnx.Rngs(0)).init_state(2))
+  with pytest.raises(ValueError, match=r"`initial_state` must be \[B HV K V\] = \(2, 2, 8, 8\)"):
+    L.GLA(D, 2, 8, rngs=nnx.Rngs(0))(x, L.GLA(D, 2, 4, rngs=nnx.Rngs(0)).init_state(2))
+
+
+# --- the cache of softmax attention ----------------------------------------------------------------------------------
+
+
+def test_full_cache():
+  layer = L.SoftmaxAttention(D, 2, 8, max_length=4, rngs=nnx.Rngs(0))
+  x = jnp.ones((2, 3, D))
+  _, state = layer(x, layer.init_state(2))
+  with pytest.raises(ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"):
+    layer(x, state)
+  y, _ = jax.jit(lambda x, s: layer(x, s))(x, state)  # here the length cannot be seen
+  np.testing.assert_array_equal(np.isnan(y).any(axis=-1), [[False, True, True]] * 2)
+
+
+def test_cache_grows_by_choice_only():
+  layer = L.SoftmaxAttention(D, 2, 8, max_length=4, rngs=nnx.Rngs(0))
+  room = lambda state: state.memory[0].shape[1]
+  after = lambda layer: room(jax.eval_shape(lambda x: layer(x), jax.ShapeDtypeStruct((2, 6, D), jnp.float32))[1])
+  assert room(layer.init_state(2)) == 4
+  assert room(layer.init_state(2, max_length=9)) == 9
+  assert after(layer) == 6
+  windowed = L.SoftmaxAttention(D, 2, 8, window=3, rngs=nnx.Rngs(0))
+  assert room(windowed.init_state(2)) == 3
+  assert after(windowed) == 3
