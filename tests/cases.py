@@ -68,8 +68,9 @@ ROWS = {  # log decays (and everything else drawn as usual)
   "inf": lambda rng, shape: np.where(rng.random(shape) < 0.1, -np.inf, -0.1 * rng.random(shape)),
   "zero": lambda rng, shape: np.zeros(shape),
   # Half of the tokens at -1e8, then small ones: a suffix sum formed as "total - prefix" loses the small ones altogether.
-  "steep": lambda rng, shape: np.where(np.arange(shape[1]).reshape(-1, *(1,) * (len(shape) - 2)) < 32, -1e8, -1 / 32.0)
-  + np.zeros(shape),
+  "steep": lambda rng, shape: (
+    np.where(np.arange(shape[1]).reshape(-1, *(1,) * (len(shape) - 2)) < 32, -1e8, -1 / 32.0) + np.zeros(shape)
+  ),
   "positive": lambda rng, shape: np.full(shape, 0.01),  # a caller's error that must stay finite, and equal to recurrent
 }
 KEY_ROWS = {  # delta rule: what the keys and the write strengths are
@@ -295,9 +296,7 @@ CASES = {
       )
       for gate, rows in MATRIX_GATES
     ),
-    *(
-      Case("delta_rule", gate, _delta_rule, _scan(_correct, _read), (*rows, *KEY_ROWS)) for gate, rows in MATRIX_GATES
-    ),
+    *(Case("delta_rule", gate, _delta_rule, _scan(_correct, _read), (*rows, *KEY_ROWS)) for gate, rows in MATRIX_GATES),
     _softmax_attention("none", equation=_softmax, rows=("plain",)),
     _softmax_attention("forget", equation=_softmax, rows=("plain", "mixed", "forget", "cliff", "inf", "zero")),
     _softmax_attention(
@@ -356,7 +355,9 @@ class Result(NamedTuple):
     """Every array under a name: o, state, state.1, dq, dinitial_state, ..."""
     trees = {"o": self.o, "state": self.state} | {f"d{name}": x for name, x in self.gradients.items()}
     return {
-      name + (f".{i}" if i else ""): leaf for name, tree in trees.items() for i, leaf in enumerate(jax.tree.leaves(tree))
+      name + (f".{i}" if i else ""): leaf
+      for name, tree in trees.items()
+      for i, leaf in enumerate(jax.tree.leaves(tree))
     }
 
 
@@ -429,7 +430,9 @@ def cut(case: Case, tree: Mapping[str, Any], span: slice) -> dict[str, Any]:
   return {name: x if name in case.untimed else jax.tree.map(lambda a: a[:, span], x) for name, x in tree.items()}
 
 
-def misses(case: Case, got: Result, want: Result, dtype: str, rows: Sequence[str] | None = None) -> dict[str, list[str]]:
+def misses(
+  case: Case, got: Result, want: Result, dtype: str, rows: Sequence[str] | None = None
+) -> dict[str, list[str]]:
   """What misses the budget: by row of the batch (its number and kind of values), or of the batch as a whole."""
   parts = {"batch": slice(None)} if rows is None else {f"{n} {row}": n for n, row in enumerate(rows)}
   found = {name: _failures(case, got, want, dtype, part) for name, part in parts.items()}

@@ -18,6 +18,7 @@ hypothesis.settings.register_profile(
   derandomize=True,
   deadline=None,
   database=None,
+  phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # an example may compile: no search for a smaller one
   suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("lajax")

@@ -14,7 +14,9 @@ BASE = Shape()
 
 def parameters(table):
   """pytest parameters from (values..., fast?)."""
-  return [pytest.param(*row, marks=() if fast else pytest.mark.slow, id="-".join(map(str, row))) for *row, fast in table]
+  return [
+    pytest.param(*row, marks=() if fast else pytest.mark.slow, id="-".join(map(str, row))) for *row, fast in table
+  ]
 
 
 @functools.cache

@@ -226,7 +226,9 @@ def test_chunked_in_float32(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl_dtype", ["chunked-float64", "associative-float64", "associative-float32", "recurrent-float32"])
+@pytest.mark.parametrize(
+  "impl_dtype", ["chunked-float64", "associative-float64", "associative-float32", "recurrent-float32"]
+)
 @pytest.mark.parametrize("name", FILES)
 def test_other_forms(name, impl_dtype):
   check(name, *impl_dtype.split("-"), padded=True)

@@ -1,0 +1,61 @@
+"""README's examples run, its commands are the ones that are tested, and its figures exist."""
+
+import contextlib
+import io
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
+TEST_COMMAND = 'pip install -e ".[test]" && pytest'
+
+
+def blocks(language: str) -> list[tuple[int, str]]:
+  """(line, text) of every fenced block of a language."""
+  found = re.finditer(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+  return [(README[: match.start()].count("\n") + 2, match.group(1)) for match in found]
+
+
+def test_there_is_a_readme_with_examples():
+  assert blocks("python")
+
+
+@pytest.mark.parametrize(("line", "source"), blocks("python"), ids=[f"line{line}" for line, _ in blocks("python")])
+def test_python_example_runs(line, source, tmp_path, monkeypatch):
+  """In a namespace of its own, in an empty folder, so that it can be pasted as it stands."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("MPLBACKEND", "agg")
+  code = compile("\n" * (line - 1) + source, str(ROOT / "README.md"), "exec")
+  with contextlib.redirect_stdout(io.StringIO()):
+    exec(code, {"__name__": "readme"})
+
+
+def test_the_test_command_is_the_one_that_ci_runs():
+  assert TEST_COMMAND in README
+  assert TEST_COMMAND in (ROOT / ".ci" / "run").read_text()
+  assert TEST_COMMAND in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_ci_script_parses():
+  subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
+
+
+def test_files_named_in_readme_exist():
+  """Links and pictures that point into the repository."""
+  targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", README) + re.findall(r'src="([^"]+)"', README)
+  missing = [t for t in targets if not re.match(r"[a-z]+:", t) and not (ROOT / t).exists()]
+  assert not missing
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_paths_named_in_the_docs_exist(name):
+  """`lajax/...`, `tests/...`, `experiments/...` in code quotes: files that are there (or patterns that match some)."""
+  if not (ROOT / name).exists():
+    pytest.fail(f"no {name}")
+  text = (ROOT / name).read_text()
+  named = set(re.findall(r"`((?:lajax|tests|experiments|\.ci)/[\w./*-]*)`", text))
+  missing = sorted(path for path in named if not list(ROOT.glob(path.rstrip("/"))))
+  assert not missing

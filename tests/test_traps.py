@@ -1,0 +1,247 @@
+"""What others fell into: each trap on its smallest input, and the faults of the libraries below us.
+
+Most traps are rows of `cases.ROWS` and `cases.LAYOUTS`, which `test_forms.py` and `test_laws.py` run through every form. Here
+are those that need a shape, a process or a comparison of their own.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, Case, Shape
+
+import lajax
+from lajax import _cpu_hang
+
+FORMS = ("recurrent", "associative", "chunked")
+
+
+def budget(kind: str, dtype: str = "float32") -> float:
+  return cases.BUDGET[dtype][kind]
+
+
+def against_reference(case: Case, arrays, impl: str = "chunked", dtype: str = "float32", **options):
+  got = cases.evaluate(case, impl, dtype, arrays, optimize=True, **options)
+  assert not cases.misses(case, got, cases.reference(case, arrays, values=dtype), dtype)
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
+def test_64_equal_unit_keys(gate, beta):
+  """The inverse by the doubling product loses everything here: its entries reach C(63, 15) ~ 1e14."""
+  case = CASES[f"delta_rule-{gate}"]
+  arrays = cases.inputs(case.id, Shape(T=64, HV=1), ("plain",))
+  k = np.zeros_like(arrays["k"])
+  k[..., 0] = 1
+  arrays = arrays | {"k": k, "beta": np.full_like(arrays["beta"], beta)}
+  if "g" in arrays:
+    arrays["g"] = np.zeros_like(arrays["g"])
+  got = cases.evaluate(case, "chunked", "float32", arrays)
+  want = cases.reference(case, arrays, values="float32")
+  assert cases.relative_rms(got.o, want.o) <= budget("value")
+  assert cases.relative_rms(got.state, want.state) <= budget("value")
+  for name in ("q", "v", "initial_state"):
+    assert cases.relative_rms(got.gradients[name], want.gradients[name]) <= budget("gradient"), name
+
+
+@pytest.mark.parametrize("gate", ["none", "channel"])
+def test_unnormalised_keys_grow_as_they_do_in_recurrent(gate):
+  """k ~ N(0, 1), K = 64: 1 - beta |k|^2 is about -30, and the state honestly grows to 1e14 within 40 tokens."""
+  case = CASES[f"delta_rule-{gate}"]
+  arrays = cases.inputs(case.id, Shape(T=40, HV=1, K=64, V=8), ("plain",))
+  arrays = arrays | {"k": np.random.default_rng(0).standard_normal(arrays["k"].shape)}
+  want = cases.reference(case, arrays)
+  assert np.abs(want.o).max() > 1e12
+  assert not cases.misses(case, cases.evaluate(case, "chunked", "float64", arrays), want, "float64")
+
+
+# --- decays ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", FORMS)
+@pytest.mark.parametrize("case_id", ["linear_attention-head", "linear_attention-channel", "linear_recurrence-vector"])
+def test_suffix_sums_of_1e8(case_id, impl):
+  """32 decays of 1e8 before 32 ones: token 31 reaches the final state with exp(-32), which "total - prefix" makes exp(0)."""
+  case = CASES[case_id]
+  arrays = dict(cases.inputs(case_id, Shape(T=64, HV=1), ("plain",)))
+  gate, written = ("log_a", "x") if "log_a" in arrays else ("g", "v")
+  decays = np.where(np.arange(64) < 32, -1e8, -1.0)
+  arrays[gate] = np.broadcast_to(decays.reshape(1, 64, *(1,) * (arrays[gate].ndim - 2)), arrays[gate].shape)
+  only = np.zeros_like(arrays[written])
+  only[:, 31] = arrays[written][:, 31]
+  arrays[written] = only
+  got = cases.evaluate(case, impl, "float32", arrays)
+  alone = only[0, 31] if gate == "log_a" else arrays["k"][0, 31][:, :, None] * only[0, 31][:, None, :]
+  assert cases.relative_rms(got.state[0], np.exp(-32.0) * alone) <= 5e-6
+
+
+@pytest.mark.parametrize("case_id", [id for id, case in CASES.items() if "positive" in case.rows])
+def test_positive_decay_is_finite_and_documented(case_id):
+  """A caller's error stays finite; that it equals `recurrent` is a row of every table in test_forms.py."""
+  case = CASES[case_id]
+  got = cases.evaluate(case, "chunked", "float32", cases.inputs(case_id))
+  row = cases.batch(case).index("positive")
+  assert all(np.isfinite(x[row]).all() for x in got.named().values())
+  assert re.search(r"<= 0|≤ 0|positive", getattr(lajax, case.op).__doc__)
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def _long():
+  for case_id in ("delta_rule-head", "delta_rule-channel", "linear_attention-channel", "linear_recurrence-vector"):
+    for T in (128, 256, 4096):
+      fast = case_id == "delta_rule-head" and T == 128
+      yield pytest.param(case_id, T, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("case_id", "T"), [*_long()])
+def test_jitted_gradients(case_id, T):
+  """jax 0.10.2 on a CPU gave a wrong jitted dk (0.2 at T = 128, 1e26 at T = 256). Compiled with all optimisation, as users do."""
+  case = CASES[case_id]
+  against_reference(case, cases.inputs(case_id, Shape(T=T, HV=1, K=16, V=16), ("plain", "mixed")))
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_indices_beyond_32_bits(case_id):
+  """Traced on shapes alone: more than 2^31 elements in inputs and intermediates, with documents."""
+  case = CASES[case_id]
+  T = 2**20 if case.op == "attention" else 2**25
+  small = cases.inputs(case_id, Shape(T=2, H=8, HV=16, K=32, V=32), case.rows[:1])
+
+  def shape(name, x):
+    length = () if name in case.shared else (1,) if name in case.untimed else (1, T)
+    return jax.ShapeDtypeStruct((*length, *x.shape[len(length) :]), np.float32)
+
+  arrays = {name: jax.tree.map(functools.partial(shape, name), x) for name, x in small.items()}
+  ids = jax.ShapeDtypeStruct((1, T), np.int32)
+  for impl in ("chunked", "recurrent"):
+    op = functools.partial(getattr(lajax, case.op), impl=impl, **dict(case.options))
+    out = jax.eval_shape(lambda arrays, ids, op=op: op(**arrays, segment_ids=ids), arrays, ids)
+    o = out[0] if case.stateful else out
+    assert o.shape[1] == T
+
+
+def test_one_compilation_per_shape():
+  """The same shapes compile once, whatever the values, the documents or the order of calls."""
+  case, traced = CASES["delta_rule-head"], []
+
+  @functools.partial(jax.jit, compiler_options=cases.quick())
+  def run(arrays, ids):
+    traced.append(1)
+    return lajax.delta_rule(**arrays, segment_ids=ids, impl="chunked")
+
+  for n, row in enumerate(("plain", "inf", "zero")):
+    arrays = {k: x.astype(np.float32) for k, x in cases.inputs(case.id, Shape(T=40, K=4, V=4), (row,)).items()}
+    run(arrays, np.full((1, 40), n, np.int32))
+  assert len(traced) == 1
+
+
+# --- FlashAttention's worked example ---------------------------------------------------------------------------------
+
+SCORES, VALUES = [1.0, 2.0, 3.0, 0.0], [10.0, 20.0, 30.0, 40.0]
+
+
+@pytest.mark.parametrize("impl", ["recurrent", "associative", "chunked", "auto"])
+def test_online_softmax_example(impl):
+  """One query with scores 1 2 3 0 over the values 10 20 30 40: 26.2089."""
+  q = jnp.ones((1, 4, 1, 1))
+  k, v = (jnp.array(x).reshape(1, 4, 1, 1) for x in (SCORES, VALUES))
+  o = jax.jit(functools.partial(lajax.attention, scale=1.0, impl=impl))(q, k, v)
+  assert float(o[0, -1, 0, 0]) == pytest.approx(26.2089, abs=5e-5)
+  o = jax.jit(functools.partial(lajax.attention, scale=1.0, causal=False, impl=impl))(q, k, v)
+  np.testing.assert_allclose(o[0, :, 0, 0], 26.2089, atol=5e-5)
+
+
+def test_online_softmax_example_block_by_block():
+  """The running maximum, denominator and numerator after each of two blocks."""
+  from lajax.recurrence.attention import finish, merge, partial_softmax
+
+  scores, values = jnp.array(SCORES), jnp.array(VALUES)[:, None]
+  first = partial_softmax(scores[:2], values[:2])
+  assert [float(x) for x in (first.m, first.l, first.a[0])] == pytest.approx([2, 1.3679, 23.6788], abs=5e-5)
+  both = merge(first, partial_softmax(scores[2:], values[2:]))
+  assert [float(x) for x in (both.m, both.l, both.a[0])] == pytest.approx([3, 1.5530, 40.7024], abs=5e-5)
+  assert float(finish(both)[0]) == pytest.approx(26.2089, abs=5e-5)
+
+
+@pytest.mark.slow
+def test_attention_memory_is_linear():
+  """XLA's own plan: four times the tokens take about four times the temporary memory, not sixteen."""
+
+  def temporary(T):
+    x = jax.ShapeDtypeStruct((1, T, 1, 16), np.float32)
+    loss = lambda q, k, v: lajax.attention(q, k, v, impl="chunked").sum()
+    plan = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile().memory_analysis()
+    return plan.temp_size_in_bytes
+
+  assert temporary(16_384) <= 5 * temporary(4_096)
+
+
+# --- faults below us -------------------------------------------------------------------------------------------------
+
+
+def in_subprocess(program: str, seconds: float, **environment) -> str:
+  """Runs a program in a fresh Python, without the flags of this one, and returns what it prints."""
+  inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  done = subprocess.run(
+    [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
+    env=inherited | {"JAX_PLATFORMS": "cpu"} | environment,
+    timeout=seconds,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+  ("version", "old"), [("0.10.0", True), ("0.10.2", True), ("0.11.0", False), ("0.12.0.1", False)]
+)
+def test_which_jaxlibs_are_guarded(version, old):
+  assert _cpu_hang._affected(version) is old
+
+
+@pytest.mark.skipif(not _cpu_hang._affected(jax.lib.__version__), reason="this jaxlib does not hang: nothing to guard")
+def test_guard_sets_the_flag_and_respects_the_user():
+  program = "import os, lajax; print(os.environ.get('XLA_FLAGS', ''))"
+  assert in_subprocess(program, 120) == f"--{_cpu_hang.FLAG}=false"
+  chosen = f"--{_cpu_hang.FLAG}=true --xla_cpu_enable_fast_math=false"
+  assert in_subprocess(program, 120, XLA_FLAGS=chosen) == chosen
+  other = "--xla_cpu_enable_fast_math=false"
+  assert in_subprocess(program, 120, XLA_FLAGS=other) == f"{other} --{_cpu_hang.FLAG}=false"
+
+
+HANGS = """
+  import lajax, jax, jax.numpy as jnp
+
+  keys = jax.random.split(jax.random.key(0), 5)
+  B, T, H, D = 1, {T}, 4, 64
+  q, k, v = (jax.random.normal(key, (B, T, H, D)) for key in keys[:3])
+  k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+  beta, g = (jax.random.uniform(key, (B, T, H)) for key in keys[3:])
+  loss = lambda *x: (lajax.delta_rule(*x, impl="chunked")[0] ** 2).sum()
+  step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)))
+  for _ in range({rounds}):
+    jax.block_until_ready(step(q, k, v, beta, -g))
+  print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("T", "rounds"), [(1024, 20), (4096, 20)])
+def test_no_hang_on_few_cores(T, rounds):
+  """A chunk's forward and backward on two cores: without lajax's guard jaxlib 0.10 stops for ever in one of these rounds."""
+  assert in_subprocess(HANGS.format(T=T, rounds=rounds), 240) == "done"
