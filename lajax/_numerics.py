@@ -32,6 +32,13 @@ def l2_normalize(x: Float[Array, "... D"], eps: float = 1e-6) -> Float[Array, ".
   return (wide * lax.rsqrt((wide * wide).sum(-1, keepdims=True) + eps)).astype(x.dtype)
 
 
+def alike(x: Array, *others) -> Array:
+  """x, varying over the mesh axes that `others` vary over: what the first carry of a loop under `jax.shard_map` must do."""
+  for other in jax.tree.leaves(others):
+    x = lax.select(jnp.broadcast_to(other[(0,) * other.ndim] == 0, x.shape), x, x)
+  return x
+
+
 # --- products --------------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +215,7 @@ def unit_lower_inverse(n: Float[Array, "C C"], precision=lax.Precision.HIGHEST) 
     return x - column * lax.dynamic_slice_in_dim(x, c, 1, axis=1)
 
   eye = jnp.broadcast_to((row[:, None] == row[None, :]).astype(n.dtype), blocks.shape)
-  x = lax.fori_loop(0, size - 1, eliminate, eye)
+  x = lax.fori_loop(0, size - 1, eliminate, alike(eye, n))
   while size < C:
     pair = x.reshape(-1, 2, size, size)
     corner = _diagonal_blocks(n, 2 * size)[:, size:, :size]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lajax import _shapes
-from lajax._numerics import accumulation_dtype, product_precision
+from lajax._numerics import accumulation_dtype, alike, product_precision
 from lajax.recurrence import attention as _softmax
 from lajax.recurrence import delta_rule as _delta
 from lajax.recurrence import drive
@@ -194,6 +194,7 @@ def _run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision):
 
 @functools.partial(jax.jit, static_argnames=("rule", "impl", "chunk_size", "precision"))
 def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision):
+  state = alike(state, tokens)
   runs = real = None
   if segment_ids is not None:
     runs, real = drive.segments(segment_ids)

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from lajax._numerics import segment_masks
-from lajax.recurrence.linear_map import differentiable
+from lajax.recurrence.transforms import differentiable, join_batches
 
 TOKENS_BETWEEN_STATES = 64  # of the token scan: in its backward pass the states between are computed again
 ROWS_AT_ONCE = 2048  # tokens times heads whose chunks are computed together: about what stays in a CPU's cache
@@ -245,7 +245,10 @@ def chunked(rule: Rule, tokens, state: Array, runs: Array | None = None, *, chun
     tokens = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)), tokens)
     runs = None if runs is None else jnp.pad(runs, [(0, 0), (0, missing)], mode="edge")
   sweep = _Sweep(rule, plan, precision)
-  o, state = differentiable(sweep.forward, sweep.forward_keeping, sweep.pullback)((tokens, state), runs)
+  # A vmap of the caller's joins the batch, or the rows of the kept states [blocks M R ..].
+  keeping = join_batches(sweep.forward_keeping, (0, 0), (0, 2))
+  pullback = join_batches(sweep.pullback, (0, 0, 2, 0), 0)
+  o, state = differentiable(keeping, sweep.forward, pullback)((tokens, state), runs)
   return o[:, :T], state
 
 

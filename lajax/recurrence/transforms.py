@@ -1,4 +1,4 @@
-"""A function with a backward pass written by hand that can be differentiated forwards too.
+"""How functions of the drivers behave under JAX's transformations: a backward pass by hand, and batches that join.
 
 `jax.custom_vjp` would forbid forward mode. Here the tangent of a function is a linear map that knows both directions: pushed
 forward it is the derivative that JAX finds by itself, transposed it is the pullback written by hand.
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -16,29 +17,28 @@ linear_map_p = Primitive("lajax_linear_map")
 linear_map_p.multiple_results = True
 
 
-def differentiable(f: Callable, forward: Callable, pullback: Callable) -> Callable:
-  """f(inputs, constants), with its own backward pass.
+def differentiable(forward: Callable, plain: Callable, pullback: Callable) -> Callable:
+  """A function (inputs, constants) -> outputs of pytrees of arrays, differentiated in its inputs.
 
   Args:
-    f: (inputs, constants) -> outputs; pytrees of arrays; only `inputs` are differentiated. JAX must be able to differentiate
-      it forwards.
-    forward: (inputs, constants) -> (outputs, kept): the same, and what the pullback wants kept.
+    forward: (inputs, constants) -> (outputs, kept): computes it, and what the pullback wants kept.
+    plain: (inputs, constants) -> outputs: the same, of operations that JAX can differentiate forwards.
     pullback: (inputs, constants, kept, cotangents of the outputs) -> cotangents of the inputs.
   """
 
   @jax.custom_jvp
-  def g(inputs, constants):
-    return f(inputs, constants)
+  def f(inputs, constants):
+    return forward(inputs, constants)[0]
 
-  @g.defjvp
-  def g_jvp(primals, tangents):
-    inputs, constants = primals
+  @f.defjvp
+  def f_jvp(primals, tangents):
+    inputs, constants = jax.tree.map(_once, primals[0]), primals[1]
     outputs, kept = forward(inputs, constants)
-    push = lambda known, t: jax.jvp(lambda x: f(x, known[1]), (known[0],), (t,))[1]
+    push = lambda known, t: jax.jvp(lambda x: plain(x, known[1]), (known[0],), (t,))[1]
     pull = lambda known, ct: pullback(*known, ct)
     return outputs, _linear_map(push, pull, (inputs, constants, kept), tangents[0], outputs)
 
-  return g
+  return f
 
 
 def _linear_map(push, pull, known, tangents, outputs):
@@ -72,13 +72,22 @@ def _abstract_eval(*avals, push, pull, known):
 
 
 def _jvp(primals, tangents, *, push, pull, known):
-  if any(type(t) is not ad.Zero for t in tangents[:known]):
-    raise NotImplementedError(
-      "this form has first derivatives only, and a second one was asked for; use impl='recurrent' or impl='associative'."
-    )
   bind = functools.partial(linear_map_p.bind, push=push, pull=pull, known=known)
   moving = map(ad.instantiate_zeros, tangents[known:])
   return bind(*primals), bind(*primals[:known], *moving)
+
+
+@jax.custom_jvp
+def _once(x):
+  """x, which cannot be differentiated again: the pullback has no derivative of its own."""
+  return x
+
+
+@_once.defjvp
+def _once_jvp(primals, tangents):
+  raise NotImplementedError(
+    "impl='chunked' has first derivatives only, and a second one was asked for; use impl='recurrent' or impl='associative'."
+  )
 
 
 def _transpose(cotangents, *args, push, pull, known):
@@ -89,11 +98,11 @@ def _transpose(cotangents, *args, push, pull, known):
 
 
 def _batch(args, dims, *, push, pull, known):
-  size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not batching.not_mapped)
-  along = [0 if d is not batching.not_mapped else None for d in dims[:known]]
-  args = [x if d is batching.not_mapped else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+  size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+  along = [0 if d is not None else None for d in dims[:known]]
+  args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
   moving = [
-    jnp.broadcast_to(x, (size, *x.shape)) if d is batching.not_mapped else x
+    jnp.broadcast_to(x, (size, *x.shape)) if d is None else x
     for x, d in zip(args[known:], dims[known:], strict=True)
   ]
 
@@ -113,3 +122,32 @@ batching.primitive_batchers[linear_map_p] = _batch
 mlir.register_lowering(
   linear_map_p, mlir.lower_fun(lambda *args, push, pull, known: push(*args), multiple_results=True)
 )
+
+
+def join_batches(f: Callable, in_axes, out_axes) -> Callable:
+  """f, whose `jax.vmap` is f itself on a longer batch axis: no transformation adds an axis to its products.
+
+  Args:
+    f: a function of pytrees of arrays that treats every entry along the batch axes alike.
+    in_axes, out_axes: where the batch axis of each argument and result is, as prefixes of their pytrees.
+  """
+  g = custom_vmap(f)
+
+  @g.def_vmap
+  def batched(size, is_batched, *args):
+    def joined(x, given, axis):
+      x = jnp.moveaxis(x, 0, axis) if given else jnp.broadcast_to(jnp.expand_dims(x, axis), _inserted(x.shape, size, axis))
+      return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    def parted(x, axis):
+      return jnp.moveaxis(x.reshape(*x.shape[:axis], size, -1, *x.shape[axis + 1 :]), axis, 0)
+
+    over = lambda f, axes, *trees: jax.tree.map(lambda a, *t: jax.tree.map(lambda *x: f(*x, a), *t), axes, *trees)
+    out = over(parted, out_axes, g(*over(joined, in_axes, args, tuple(is_batched))))
+    return out, jax.tree.map(lambda _: True, out)
+
+  return g
+
+
+def _inserted(shape, size: int, axis: int):
+  return (*shape[:axis], size, *shape[axis:])
