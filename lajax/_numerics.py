@@ -109,8 +109,11 @@ class Decay(NamedTuple):
     if not self.halves:
       return jnp.matmul(d, k, precision=precision), jnp.matmul(transposed(d), q, precision=precision)
     dq, dk, blocks = jnp.zeros_like(q), jnp.zeros_like(k), d[None]
+    inside = min(SUB, len(q))  # halves smaller than this are too small for products of their own: masked products of 16
     for n, (upto, after) in reversed(list(enumerate(self.halves))):
       h = 2**n
+      if h < inside:
+        continue
       pair = blocks.reshape(-1, 2, h, 2, h)
       corner = pair[:, 1, :, 0]
       blocks = jnp.stack([pair[:, 0, :, 0], pair[:, 1, :, 1]], axis=1).reshape(-1, h, h)
@@ -118,7 +121,15 @@ class Decay(NamedTuple):
       later, earlier = _half(q, n, 1) * upto, _half(k, n, 0) * after
       dq += _unhalf(jnp.matmul(corner, earlier, precision=precision) * upto, 1)
       dk += _unhalf(jnp.matmul(jnp.swapaxes(corner, -1, -2), later, precision=precision) * after, 0)
-    return dq, dk
+    i = jnp.arange(inside)
+    cut = lambda x: x.reshape(-1, inside, x.shape[-1])
+    blocks_t, (q, k, dq, dk) = transposed(blocks), map(cut, (q, k, dq, dk))
+    for n, (upto, after) in enumerate(self.halves[: inside.bit_length() - 1]):
+      pairs = (i[:, None] // 2**n == i[None, :] // 2**n + 1) & (i[:, None] // 2 ** (n + 1) == i[None, :] // 2 ** (n + 1))
+      upto, after = cut(upto), cut(after)
+      dq += jnp.matmul(jnp.where(pairs, blocks, 0), k * after, precision=precision) * upto
+      dk += jnp.matmul(jnp.where(pairs.T, blocks_t, 0), q * upto, precision=precision) * after
+    return lax.optimization_barrier((dq.reshape(d.shape[0], -1), dk.reshape(d.shape[0], -1)))
 
 
 def _half(x: Array, n: int, which: int) -> Array:
@@ -161,7 +172,7 @@ def _decay_per_head(g: Float[Array, "C"]) -> Decay:
 
 def _sums(lower, x):
   """Cumulative sums down the columns, as one product; -inf is kept out of it (0 times -inf is NaN)."""
-  return jnp.matmul(lower, jnp.maximum(x, NEGLIGIBLE), precision=lax.Precision.HIGHEST)
+  return jnp.matmul(alike(lower, x), jnp.maximum(x, NEGLIGIBLE), precision=lax.Precision.HIGHEST)
 
 
 def _decay_per_channel(g: Float[Array, "C K"]) -> Decay:
@@ -189,10 +200,10 @@ def gate_pullback(g, ahead: Float[Array, "C K"], behind: Float[Array, "C K"], af
   """
   if g.ndim == 1:
     ahead, behind, after, total = (x.sum(-1, keepdims=True) for x in (ahead, behind, after, total))
-  lower = jnp.tril(jnp.ones((len(g), len(g)), g.dtype))
-  before = lower - jnp.eye(len(g), dtype=g.dtype)
-  full = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-  return (full(lower.T, ahead - behind) + full(before, after) + total).reshape(g.shape)
+  n = jnp.arange(len(g))
+  sums = lambda mask, x: jnp.matmul(alike(mask.astype(g.dtype), x), x, precision=lax.Precision.HIGHEST)
+  earlier, later = n[:, None] > n[None, :], n[:, None] <= n[None, :]
+  return (sums(later, ahead - behind) + sums(earlier, after) + total).reshape(g.shape)
 
 
 # --- the triangular inverse ------------------------------------------------------------------------------------------

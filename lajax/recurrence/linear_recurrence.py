@@ -1,11 +1,13 @@
-"""Elementwise state: h = exp(log_a) h + x, o = h."""
+"""Elementwise state: h = exp(log_a) h + x, o = h. Each channel is a row of a state with one column, K = D and V = 1."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from lajax.recurrence.drive import Affine, Rule
+from lajax._numerics import Masks
+from lajax.recurrence.drive import Affine, Chunk, Rule
 
 
 class Tokens(NamedTuple):
@@ -26,4 +28,47 @@ def _read(before, after, t: Tokens):
   return after[:, 0]
 
 
-rule = Rule(_step, _lift, _read, None, None, None)
+# --- chunks ----------------------------------------------------------------------------------------------------------
+
+
+def _decays(t: Tokens, masks: Masks | None) -> Float[Array, "C D"]:
+  """exp(log_a), and 0 where a document begins."""
+  a = jnp.exp(t.log_a)
+  if masks is None:
+    return a
+  same = jnp.concatenate([masks.head[:1], jnp.diagonal(masks.between, -1)])
+  return jnp.where(same[:, None], a, 0)
+
+
+def _scan(a, x, reverse=False):
+  """(the product of the decays so far, the recurrence from a state of 0)."""
+  join = lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1])
+  return lax.associative_scan(join, (a, x), reverse=reverse)
+
+
+def _chunk(t: Tokens, masks: Masks | None, precision) -> Chunk:
+  head, h = _scan(_decays(t, masks), t.x)
+  return Chunk(head[-1], h[-1][:, None], head, h)
+
+
+def _begin_pullback(t: Tokens, masks: Masks | None, do, precision):
+  a = _decays(t, masks)
+  head, h = _scan(a, t.x)
+  return Affine(head[-1], (head * do).sum(0)[:, None]), (a, head, h)
+
+
+def _pullback(t: Tokens, masks: Masks | None, kept, state, dstate, do, precision) -> Tokens:
+  a, head, h = kept
+  after = jnp.concatenate([a[1:], jnp.ones_like(a[:1])])
+  tail, dh = _scan(after, do, reverse=True)
+  dh = dh + tail * dstate[:, 0]
+  h = h + head * state[:, 0]
+  before = jnp.concatenate([state[:, :1].T, h[:-1]])
+  return Tokens(dh, dh * a * before)
+
+
+def _respond(head, state, precision=None):
+  return head * state[:, 0]
+
+
+rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback, _respond)
