@@ -28,6 +28,10 @@ class Case(NamedTuple):
   def make(self, **options):
     return self.layer(**options, rngs=nnx.Rngs(0))
 
+  def in_form(self, impl: str) -> "Case":
+    """The same layer with a named form of its op."""
+    return self if self.layer.func is L.ShortConv else self._replace(layer=functools.partial(self.layer, impl=impl))
+
 
 def _case(name: str, layer, *sizes, plain: bool = False, **options) -> Case:
   return Case(name, functools.partial(layer, D, *sizes, **options), plain)
@@ -62,6 +66,19 @@ CASES = (
 PLAIN = tuple(case for case in CASES if case.plain)
 
 
+def abstract(case: Case, **options):
+  """The graph and the parameters' shapes of a layer, without the time to compile their initial values."""
+  return nnx.split(nnx.eval_shape(lambda: case.make(**options)))
+
+
+def values(params, seed: int = 0):
+  """Parameters unlike those that training starts from, such that every gate has something to say."""
+  rng = np.random.default_rng(seed)
+  ones = lambda p: 1 + 0.3 * rng.normal(size=p.shape)
+  matrix = lambda p: rng.normal(size=p.shape) * p.shape[0] ** -0.5
+  return jax.tree.map(lambda p: (ones(p) if len(p.shape) == 1 else matrix(p)).astype(p.dtype), params)
+
+
 class Result(NamedTuple):
   """A call's outputs and state, and the gradients of <dy, y> + <dstate, the state's floats>."""
 
@@ -76,14 +93,10 @@ class Compiled:
   """A layer in float64 with its jitted calls, shared by all tests of one case (inside `jax.enable_x64`)."""
 
   def __init__(self, case: Case):
-    self.layer = nnx.eval_shape(lambda: case.make(param_dtype=jnp.float64))
-    graph, params = nnx.split(self.layer)
-    rng = np.random.default_rng(0)
-    # Not the values that training starts from, but such that every gate has something to say.
-    values = {1: lambda p: 1 + 0.3 * rng.normal(size=p.shape), 2: lambda p: p.shape[0] ** -0.5 * rng.normal(size=p.shape)}
-    self.params = jax.tree.map(lambda p: values[len(p.shape)](p), params)
-    self.x, self.dy = rng.normal(size=(2, B, T, D))
-    self.init = jax.device_get(self.layer.init_state(B))
+    graph, params = abstract(case, param_dtype=jnp.float64)
+    self.params = values(params)
+    self.x, self.dy = np.random.default_rng(1).normal(size=(2, B, T, D))
+    self.init = jax.device_get(nnx.merge(graph, params).init_state(B))
 
     def call(params, x, state, ids):
       return nnx.merge(graph, params)(x, state, segment_ids=ids)

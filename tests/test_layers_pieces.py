@@ -1,5 +1,6 @@
 """The pieces of layers against independent results in float64, and what each layer promises beside the laws."""
 
+import functools
 import pathlib
 
 import flax.linen
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from cases import BUDGET, relative_rms
 from flax import nnx
-from layer_cases import CASES, PLAIN, QUICK, B, D
+from layer_cases import CASES, PLAIN, QUICK, B, Case, D, abstract, values
 
 import lajax.layers as L
 from lajax._numerics import l2_normalize
@@ -17,6 +18,7 @@ from lajax.layers import parameters
 from lajax.layers.state import LayerState, follow
 
 ORACLE = pathlib.Path(__file__).parent / "oracle" / "ops"
+SOME = ("SoftmaxAttention", "Mamba2", "GatedDeltaNet")
 plain_layers = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in PLAIN])
 every_layer = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 
@@ -142,19 +144,23 @@ def test_documents_follow_the_state():
 # --- every layer -----------------------------------------------------------------------------------------------------
 
 
-@plain_layers
+@pytest.mark.parametrize(
+  "case", [pytest.param(case, id=case.name, marks=() if case.name in SOME else pytest.mark.slow) for case in PLAIN]
+)
 def test_bfloat16(case):
-  form = {} if case.name == "ShortConv" else {"impl": "recurrent"}  # compiles fastest
-  layer, same = case.make(dtype=jnp.bfloat16, **form), case.make(**form)
+  case = case.in_form("recurrent")  # it compiles fastest
   x = np.random.default_rng(0).normal(size=(B, 9, D)).astype(np.float32)
-  run = lambda layer, x: jax.jit(lambda x: layer(x), compiler_options=QUICK)(x)
-  (y, state), (exact, _) = run(layer, x.astype(jnp.bfloat16)), run(same, x)
+
+  def run(x, **options):
+    graph, params = abstract(case, **options)
+    assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(params))
+    return jax.jit(lambda p, x: nnx.merge(graph, p)(x), compiler_options=QUICK)(values(params), x)
+
+  (y, state), (exact, _) = run(x.astype(jnp.bfloat16), dtype=jnp.bfloat16), run(x)
   assert y.dtype == jnp.bfloat16
   # Not the first tokens: where q . k is near 0, a norm turns a small error of it into a change of sign.
   assert relative_rms(y[:, 3:].astype(np.float32), exact[:, 3:]) < 3e-2
-  for path, p in jax.tree.leaves_with_path(nnx.state(layer)):
-    assert p.dtype == jnp.float32, path
-  if not isinstance(layer, (L.SoftmaxAttention, L.ShortConv)):
+  if case.layer.func is not L.SoftmaxAttention:  # its keys and values are kept as they are
     assert all(s.dtype == jnp.float32 for s in jax.tree.leaves(state.memory))
 
 
@@ -183,15 +189,16 @@ def test_transformations(case, dtype):
 
 @plain_layers
 def test_to_linen(case):
-  layer = case.layer.func
-  module = nnx.bridge.to_linen(layer, *case.layer.args, **case.layer.keywords)
+  make = case.in_form("recurrent").layer
+  module = nnx.bridge.to_linen(make.func, *make.args, **make.keywords)
   x = jnp.ones((1, 2, D))
-  variables = jax.jit(module.init, compiler_options=QUICK)(jax.random.key(0), x)
-  apply = jax.jit(module.apply, compiler_options=QUICK)
-  y, state = apply(variables, x)
+  variables = jax.eval_shape(module.init, jax.random.key(0), x)
+  variables = jax.tree.map(lambda p: 0.1 * np.ones(p.shape, p.dtype), variables)
+  y, state = jax.jit(module.apply, compiler_options=QUICK)(variables, x)
+  again, _ = jax.eval_shape(module.apply, variables, x, state)
   assert isinstance(module, flax.linen.Module)
-  assert y.shape == x.shape
-  assert jax.tree.structure(state) == jax.tree.structure(case.make().init_state(1))
+  assert y.shape == again.shape == x.shape
+  assert jnp.isfinite(y).all()
 
 
 @every_layer
@@ -246,10 +253,14 @@ def test_wrong_options(make, message):
 
 def test_state_of_another_layer():
   x = jnp.ones((2, 3, D))
-  with pytest.raises(ValueError, match=r"`state.conv` must be \[B W-1 D\] = \(2, 3, 48\).*got \(2, 3, 24\)"):
-    L.DeltaNet(D, 2, 8, rngs=nnx.Rngs(0))(x, L.DeltaNet(D, 2, 4, rngs=nnx.Rngs(0)).init_state(2))
-  with pytest.raises(ValueError, match=r"`initial_state` must be \[B HV K V\] = \(2, 2, 8, 8\)"):
-    L.GLA(D, 2, 8, rngs=nnx.Rngs(0))(x, L.GLA(D, 2, 4, rngs=nnx.Rngs(0)).init_state(2))
+  for layer, message in [
+    (L.DeltaNet, r"`state.conv` must be \[B W-1 D\] = \(2, 3, 48\).*got \(2, 3, 24\)"),
+    (L.GLA, r"`initial_state` must be \[B HV K V\] = \(2, 2, 8, 8\)"),
+  ]:
+    (graph, params), other = (abstract(Case("", functools.partial(layer, D, 2, width))) for width in (8, 4))
+    state = nnx.merge(*other).init_state(2)
+    with pytest.raises(ValueError, match=message):
+      jax.eval_shape(lambda p, graph=graph, state=state: nnx.merge(graph, p)(x, state), params)
 
 
 # --- the cache of softmax attention ----------------------------------------------------------------------------------
@@ -258,10 +269,11 @@ def test_state_of_another_layer():
 def test_full_cache():
   layer = L.SoftmaxAttention(D, 2, 8, max_length=4, rngs=nnx.Rngs(0))
   x = jnp.ones((2, 3, D))
-  _, state = layer(x, layer.init_state(2))
+  call = jax.jit(lambda x, s: layer(x, s), compiler_options=QUICK)
+  _, state = call(x, layer.init_state(2))
   with pytest.raises(ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"):
     layer(x, state)
-  y, _ = jax.jit(lambda x, s: layer(x, s))(x, state)  # here the length cannot be seen
+  y, _ = call(x, state)  # here the length cannot be seen
   np.testing.assert_array_equal(np.isnan(y).any(axis=-1), [[False, True, True]] * 2)
 
 
