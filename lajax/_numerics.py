@@ -3,7 +3,6 @@
 Everything here works on the arrays of ONE chunk of one head; drivers add the batch axes with `jax.vmap`.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from lajax._numerics import accumulation_dtype, product_precision
 
-BLOCK = 128  # queries and keys in a block
+BLOCK = 256  # queries and keys in a block
 
 LOWEST = -1e30  # the maximum over no keys: finite, so that differences of maxima are never NaN
 
