@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 import lajax
 import lajax.recurrence
@@ -122,7 +123,7 @@ def _delta_rule(rng, gate, row, s):
 
 
 def _linear_recurrence(rng, gate, row, s):
-  trailing = (s.V,) if gate == "vector" else (s.V, 3)  # [B T D], or Mamba's [B T D N]
+  trailing = (s.V,) if gate == "vector" else (s.V, 12)  # [B T D], or Mamba's [B T D N]
   return {
     "x": _normal(rng, 1, s.T, *trailing),
     "log_a": ROWS[row](rng, (1, s.T, *trailing)),
@@ -304,6 +305,22 @@ CASES = {
     ),
   ]
 }
+
+
+CORE = (  # the cases that the fast tests run through everything; the others they run once
+  "linear_recurrence-vector",
+  "linear_attention-head",
+  "linear_attention-channel",
+  "normalized_linear_attention-head",
+  "delta_rule-head",
+  "delta_rule-channel",
+  "attention-forget",
+)
+
+
+def core_first(case_ids: Sequence[str] | None = None) -> list:
+  """pytest parameters: the core cases fast, the others slow."""
+  return [pytest.param(id, marks=() if id in CORE else pytest.mark.slow) for id in case_ids or CASES]
 
 
 BATCH = 10  # of every call at the base shape, whatever the number of rows: so one reference serves many tests

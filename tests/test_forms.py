@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from cases import BATCH, CASES, Shape
 
+import lajax
+
 DTYPES = ("float32", "bfloat16", "float64")
 BASE = Shape()
 
@@ -30,13 +32,18 @@ def base_reference(case_id: str, values: str, packed: bool, first: int = 0) -> c
 
 
 def _forms():
-  """Fast: `chunked` everywhere in float32; the other forms and dtypes once per op. Slow: everything."""
+  """Fast: `chunked` in float32 for all; the other forms and bf16 for a few. Slow: everything."""
+  few = {
+    "float32": ("linear_recurrence-vector", "linear_attention-head", "delta_rule-head"),
+    "bfloat16": ("linear_attention-head", "delta_rule-head", "attention-forget"),
+    "float64": (),
+  }
   for case in CASES.values():
-    once = case.gate in ("head", "vector", "forget")
     for impl in case.impls:
       for dtype in DTYPES:
-        fast = impl == "chunked" and (dtype == "float32" or (once and dtype == "bfloat16"))
-        yield case.id, impl, dtype, fast or (once and dtype == "float32")
+        chunked = impl == "chunked"
+        fast = (chunked and dtype == "float32") or (case.id in few[dtype] and (chunked or dtype == "float32"))
+        yield case.id, impl, dtype, fast
 
 
 @pytest.mark.parametrize(("case_id", "impl", "dtype"), parameters(_forms()))
@@ -52,7 +59,8 @@ def _packed_forms():
     for impl in case.impls:
       for dtype in DTYPES:
         for first in (0, 3):
-          yield case.id, impl, dtype, first, impl == "chunked" and dtype == "float32" and first == 0
+          fast = case.id in cases.CORE and impl == "chunked" and dtype == "float32" and first == 0
+          yield case.id, impl, dtype, first, fast
 
 
 @pytest.mark.parametrize(("case_id", "impl", "dtype", "first"), parameters(_packed_forms()))
@@ -88,11 +96,12 @@ LENGTHS = (1, 2, 3, 7, 15, 16, 17, 63, 64, 65, 100)
 
 
 def _lengths():
-  """Fast: two lengths per case, another pair from one to the next. Slow: all."""
-  for n, case in enumerate(CASES.values()):
+  """Fast: one length per core case, another one from case to case. Slow: all."""
+  fast = set(zip(cases.CORE, (17, 1, 65, 3, 63, 7, 2), strict=True))
+  for case in CASES.values():
     for impl in ("chunked", "associative"):
       for T in LENGTHS[:-1]:
-        yield case.id, impl, T, impl == "chunked" and (17, 1, 65, 3, 63, 7)[n % 6] == T
+        yield case.id, impl, T, impl == "chunked" and (case.id, T) in fast
 
 
 @pytest.mark.parametrize(("case_id", "impl", "T"), parameters(_lengths()))
@@ -166,10 +175,15 @@ def test_any_chunk_size(case_id, chunk_size):
 # --- dtypes and options ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flag", [False, True], ids=["x64_off", "x64_on"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+  ("dtype", "x64"),
+  [
+    ("float32", True),
+    *(pytest.param(*p, marks=pytest.mark.slow) for p in [("float32", False), ("bfloat16", True), ("bfloat16", False)]),
+  ],
+)
 @pytest.mark.parametrize("case_id", CASES)
-def test_dtypes(case_id, dtype, flag):
+def test_dtypes(case_id, dtype, x64):
   """o has v's dtype, states are float32, gradients have their input's dtype: whether or not x64 is on."""
   case = CASES[case_id]
   arrays = {
@@ -177,7 +191,7 @@ def test_dtypes(case_id, dtype, flag):
     for name, x in cases.inputs(case_id, Shape(T=20), ("plain",)).items()
   }
   cts = jax.tree.map(lambda x: x.astype(np.float32), cases.cotangents(case, arrays))
-  with jax.enable_x64(flag):
+  with jax.enable_x64(x64):
     for impl in case.impls:
       (o, state), gradients = jax.eval_shape(cases.compiled(case, impl), arrays, None, cts)
       assert o.dtype == arrays["x" if "x" in arrays else "v"].dtype
@@ -185,14 +199,24 @@ def test_dtypes(case_id, dtype, flag):
       assert jax.tree.map(lambda x: x.dtype, gradients) == jax.tree.map(lambda x: x.dtype, arrays)
 
 
-@pytest.mark.parametrize("impl", ["recurrent", "associative", "chunked"])
-def test_scale_and_no_initial_state(impl, x64):
+@pytest.mark.parametrize("impl", [pytest.param("recurrent", marks=pytest.mark.slow), "chunked"])
+def test_scale_and_no_initial_state(impl):
   """scale multiplies what is read; no initial state is a state of zeros."""
-  arrays = {name: x[:1] for name, x in cases.inputs("linear_attention-head", Shape(T=20), ("plain",)).items()}
-  zeros = arrays | {"initial_state": np.zeros_like(arrays["initial_state"])}
+  case = CASES["linear_attention-head"]
+  arrays = {name: x[:1].astype(np.float32) for name, x in cases.inputs(case.id, Shape(T=20), ("plain",)).items()}
   none = {name: x for name, x in arrays.items() if name != "initial_state"}
-  run = lambda arrays, scale: jax.jit(functools.partial(cases.lajax.linear_attention, impl=impl, scale=scale))(**arrays)
-  o, state = run(none, None)
-  assert cases.relative_rms(run(zeros, None)[0], o) <= 1e-15
-  assert cases.relative_rms(run(none, 0.7)[0], 0.7 * np.sqrt(BASE.K) * np.asarray(o)) <= 1e-14
-  np.testing.assert_array_equal(run(none, 0.7)[1], state)
+
+  @functools.partial(jax.jit, compiler_options=cases.quick())
+  def run(none):
+    zeros = none | {"initial_state": np.zeros_like(arrays["initial_state"])}
+    op = functools.partial(lajax.linear_attention, impl=impl)
+    return op(**none), op(**zeros), op(**none, scale=0.7)
+
+  (o, state), with_zeros, scaled = run(none)
+  for got, want in (
+    (with_zeros[0], o),
+    (with_zeros[1], state),
+    (scaled[0], 0.7 * np.sqrt(BASE.K) * o),
+    (scaled[1], state),
+  ):
+    assert cases.relative_rms(got, want) <= 1e-6

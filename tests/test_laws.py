@@ -49,11 +49,11 @@ def op(case, impl: str, **options):
 
 
 def _splits():
-  """Fast: one split per case, another one from case to case. Slow: every split of every case."""
-  for n, case_id in enumerate(STATEFUL):
+  """Fast: one split per core case, another one from case to case. Slow: every split of every case."""
+  fast = set(zip(cases.CORE, (64, 17, 65, 1, 63, 64, None), strict=True))
+  for case_id in STATEFUL:
     for at in (1, 17, 63, 64, 65):
-      fast = at == (64, 17, 1, 63, 65)[n % 5] and CASES[case_id].gate in ("vector", "head", "channel")
-      yield pytest.param(case_id, at, marks=() if fast else pytest.mark.slow)
+      yield pytest.param(case_id, at, marks=() if (case_id, at) in fast else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("case_id", "at"), [*_splits()])
@@ -80,7 +80,7 @@ def test_split_equals_whole(case_id, at):
   assert not cases.misses(case, cases.Result(*out, gradients), want, "float32", cases.batch(case))
 
 
-@pytest.mark.parametrize("case_id", STATEFUL)
+@pytest.mark.parametrize("case_id", cases.core_first(STATEFUL))
 def test_decoding_equals_prefill(case_id):
   """`*_step` in a `lax.scan`, one token at a time, against one call."""
   case = CASES[case_id]
@@ -129,7 +129,7 @@ FILLINGS = {
 
 
 @pytest.mark.parametrize("filling", FILLINGS)
-@pytest.mark.parametrize("case_id", CASES)
+@pytest.mark.parametrize("case_id", cases.core_first())
 def test_padding_is_inert(case_id, filling):
   """Other content in the padding, left, right or inside, even NaN: the same bits, and no gradient there."""
   case = CASES[case_id]
@@ -147,7 +147,7 @@ def test_padding_is_inert(case_id, filling):
       assert not x[ids < 0].any(), f"d{name} in the padding"
 
 
-@pytest.mark.parametrize("case_id", CASES)
+@pytest.mark.parametrize("case_id", cases.core_first())
 def test_documents_do_not_touch_each_other(case_id):
   """Other and louder tokens in every second document: the same bits in all others, forward and backward.
 
@@ -178,7 +178,7 @@ def test_documents_do_not_touch_each_other(case_id):
       np.testing.assert_array_equal(x[same], b.gradients[name][same], err_msg=f"d{name}")
 
 
-@pytest.mark.parametrize("case_id", CASES)
+@pytest.mark.parametrize("case_id", cases.core_first())
 def test_documents_equal_separate_runs(case_id):
   """Each document of one packed row against its own run: outputs, last state, gradients. Later documents start at zero."""
   case = CASES[case_id]
@@ -212,7 +212,9 @@ def _many(case_id: str, T: int, ids: np.ndarray):
   arrays = numbers(case_id, shape, ("plain",), "float64")
   o, state = case.equation(jax.tree.map(lambda x: x[0], arrays), ids, None)
   got = cases.evaluate(case, "chunked", "float32", arrays, ids[None])
-  budget = 2 * cases.BUDGET["float32"]["value"]  # half of it for the rounding of the inputs, which the equation had whole
+  budget = (
+    2 * cases.BUDGET["float32"]["value"]
+  )  # half of it for the rounding of the inputs, which the equation had whole
   assert cases.relative_rms(got.o[0], o) <= budget
   for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(got.state), strict=True):
     assert cases.relative_rms(theirs[0], mine) <= budget
@@ -254,8 +256,6 @@ def test_zero_gates_leave_the_state_untouched(case_id, impl):
 # --- transformations -------------------------------------------------------------------------------------------------
 
 SMALL = Shape(T=33, H=1, HV=2, K=4, V=6)
-ONE_GATE = ["linear_recurrence-vector", "linear_attention-channel", "normalized_linear_attention-head", "delta_rule-head",
-            "attention-forget"]  # fmt: skip
 
 
 def small(case_id: str, rows=("plain", "mixed"), dtype: str = "float32") -> dict:
@@ -266,7 +266,7 @@ def _forward_modes():
   for case_id, case in CASES.items():
     for impl in case.impls:
       if impl != "associative":
-        fast = case_id in ONE_GATE and impl == "chunked"
+        fast = case_id in cases.CORE and impl == "chunked" and case_id != "linear_attention-head"
         yield pytest.param(case_id, impl, marks=() if fast else pytest.mark.slow)
 
 
@@ -296,7 +296,7 @@ def test_forward_mode_equals_reverse_mode(case_id, impl, x64):
 def _transformations():
   for case_id in CASES:
     for impl in CASES[case_id].impls:
-      fast = impl == "chunked" and case_id in ("linear_recurrence-vector", "delta_rule-head", "attention-forget")
+      fast = impl == "chunked" and case_id in ("linear_recurrence-vector", "delta_rule-head")
       yield pytest.param(case_id, impl, marks=() if fast else pytest.mark.slow)
 
 
@@ -344,7 +344,9 @@ def test_scan_over_layers(case_id, impl):
   assert cases.relative_rms(got, want) <= cases.BUDGET["float32"]["gradient"]
 
 
-@pytest.mark.parametrize("impl", ["recurrent", "associative", "chunked"])
+@pytest.mark.parametrize(
+  "impl", [*(pytest.param(i, marks=pytest.mark.slow) for i in ("recurrent", "associative")), "chunked"]
+)
 def test_grouped_heads_equal_repeated_heads(impl):
   """Head h of q and k serves value heads n h ... n h + n - 1: repeating q and k says the same."""
   arrays = numbers("delta_rule-head", Shape(T=33, H=2, HV=4, K=4, V=6), ("plain",))

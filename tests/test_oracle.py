@@ -11,6 +11,7 @@ import functools
 import itertools
 import pathlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import cases
 import jax
@@ -19,7 +20,6 @@ import numpy as np
 import pytest
 from cases import CASES
 
-ROWS, T, V = 4, 100, 12  # every file is padded to these, so that the files of one op share a compiled function
 GATES = ("g", "f", "beta", "dt", "dt_bias", "A_log", "sink")
 
 
@@ -46,11 +46,10 @@ def _hgrn2(x, attr):
 
 
 def _mamba2(x, attr):
-  """One group of B and C for all heads; the scale of this method is 1, not K^-1/2."""
+  """One group of B and C for all heads."""
   dt = jax.nn.softplus(x["dt"] + x["dt_bias"])
-  q = x["Cm"] * x["Cm"].shape[-1] ** 0.5
   return {
-    "q": q[:, :, None],
+    "q": x["Cm"][:, :, None],
     "k": x["Bm"][:, :, None],
     "v": x["x"] * dt[..., None],
     "g": -jnp.exp(x["A_log"]) * dt,
@@ -105,97 +104,162 @@ def load(name: str) -> dict[str, dict[str, np.ndarray]]:
   return parts
 
 
-def spans(file, batch: int, length: int) -> list[tuple[int, slice]]:
-  """Where each sequence stands: (entry of the batch, its tokens)."""
-  if "cu_seqlens" not in file["aux"]:
-    return [(b, slice(0, length)) for b in range(batch)]
-  ends = file["aux"]["cu_seqlens"]
-  return [(0, slice(a, b)) for a, b in itertools.pairwise(ends)]
+class Piece(NamedTuple):
+  """One sequence and, where the op has heads, one head of its keys, with the values that it serves."""
+
+  sequence: int
+  entry: int  # of the batch
+  tokens: slice
+  head: int
 
 
-def pad(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  return np.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
+def pieces(file, timed: dict[str, np.ndarray]) -> list[Piece]:
+  batch, length = next(iter(timed.values())).shape[:2]
+  ends = file["aux"].get("cu_seqlens")
+  where = [(b, slice(0, length)) for b in range(batch)]
+  if ends is not None:
+    where = [(0, slice(a, b)) for a, b in itertools.pairwise(ends)]
+  heads = timed["k"].shape[2] if "k" in timed else 1
+  return [Piece(n, b, tokens, h) for n, (b, tokens) in enumerate(where) for h in range(heads)]
 
 
-@dataclasses.dataclass
-class Layout:
-  """Cuts arrays [B T ..] into sequences, padded to one shape (or left as they are), and puts gradients back."""
+def heads_of(x: np.ndarray, axis: int, piece: Piece, heads: int | None) -> tuple[slice, ...]:
+  """Indexes a piece's own heads at an axis, where there is one for heads."""
+  if heads is None:
+    return ()
+  own = x.shape[axis] // heads
+  return (*(slice(None),) * axis, slice(piece.head * own, (piece.head + 1) * own))
 
-  where: list[tuple[int, slice]]
-  padded: bool
 
-  def rows(self, x: np.ndarray, last: int | None = None) -> np.ndarray:
-    """`last`: what the last axis is padded to."""
-    if not self.padded:
-      return x
-    shape = (T, *x.shape[2:-1], last or x.shape[-1])
-    out = [pad(x[b, span], shape) for b, span in self.where]
-    return np.stack(out + [np.zeros(shape)] * (ROWS - len(out)))
+class Stacked:
+  """Arrays of a file as rows of the base shape of `cases`, whose compiled functions they then share, and back again.
 
-  def state_rows(self, x: np.ndarray, last: int | None = None) -> np.ndarray:
-    return pad(x, (ROWS, *x.shape[1:-1], last or x.shape[-1])) if self.padded else x
+  A row is a `Piece`. Padding is zeros, and documents of id -1 behind the tokens.
+  """
 
-  def back(self, rows: np.ndarray, like: np.ndarray) -> np.ndarray:
-    if not self.padded:
-      return rows
-    out = np.zeros(like.shape)
-    for row, (b, span) in zip(rows, self.where, strict=False):
-      out[b, span] = row[: span.stop - span.start, ..., : like.shape[-1]]
+  def __init__(self, case, rows: list[Piece], heads: int | None):
+    self.rows, self.heads = rows, heads
+    self.base = cases.inputs(case.id)
+    self.ids = np.full((cases.BATCH, cases.Shape().T), -1)
+    for row, piece in zip(self.ids, rows, strict=False):
+      row[: piece.tokens.stop - piece.tokens.start] = 0
+
+  def stack(self, parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    out = np.zeros((cases.BATCH, *shape))
+    for row, part in zip(out, parts, strict=False):
+      row[tuple(map(slice, part.shape))] = part
     return out
 
-  def ids(self) -> np.ndarray | None:
-    lengths = [span.stop - span.start for _, span in self.where]
-    ids = [np.where(np.arange(T) < n, 0, -1) for n in lengths + [0] * (ROWS - len(lengths))]
-    return np.stack(ids) if self.padded else None
+  def timed(self, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    cut = [x[p.entry, p.tokens] for p in self.rows]
+    return self.stack([c[heads_of(c, 1, p, self.heads)] for c, p in zip(cut, self.rows, strict=True)], shape)
+
+  def state(self, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    cut = [x[p.sequence] for p in self.rows]
+    return self.stack([c[heads_of(c, 0, p, self.heads)] for c, p in zip(cut, self.rows, strict=True)], shape)
+
+  def put_timed(self, out: np.ndarray, rows: np.ndarray):
+    for p, row in zip(self.rows, rows, strict=False):
+      view = out[p.entry, p.tokens]
+      view = view[heads_of(view, 1, p, self.heads)]
+      view[...] = row[tuple(map(slice, view.shape))]
+
+  def put_state(self, out: np.ndarray, rows: np.ndarray):
+    for p, row in zip(self.rows, rows, strict=False):
+      view = out[p.sequence]
+      view = view[heads_of(view, 0, p, self.heads)]
+      view[...] = row[tuple(map(slice, view.shape))]
 
 
-def run(name: str, impl: str, dtype: str, padded: bool) -> dict[str, np.ndarray]:
+class AsStored:
+  """The same at the file's own shape."""
+
+  ids = None
+  timed = state = staticmethod(lambda x, shape: x)
+
+  @staticmethod
+  def put_timed(out, rows):
+    out[...] = rows
+
+  put_state = put_timed
+
+
+def vjp(f: Callable, *x):
+  """jax.vjp in float64, jitted: eagerly every primitive would be compiled by itself."""
+  jit = functools.partial(jax.jit, compiler_options=cases.quick())
+
+  def pull(ct):
+    with jax.enable_x64(True):
+      return jax.device_get(jit(lambda x, ct: jax.vjp(f, *x)[1](ct))(x, ct))
+
+  with jax.enable_x64(True):
+    return jax.device_get(jit(f)(*x)), pull
+
+
+def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray]:
   """Everything that the file stores, computed by lajax, under "out ..." and "grad ..."."""
   file, adapter = load(name), ADAPTERS[name.split("__")[0]]
   case = CASES[adapter.case]
   values = {k: x for k, x in file["in"].items() if k not in STATES}
   states = [k for k in STATES if STATES[k] in file["out"]]
-  with jax.enable_x64(True):
-    arguments, pull_arguments = jax.vjp(lambda x: adapter.arguments(x, file["attr"]), values)
-    o_shape = case.output(arguments)
-    _, pull_output = jax.vjp(adapter.output, values, np.zeros(o_shape))
-    arguments, (_, o_ct) = jax.device_get((arguments, pull_output(file["ct"]["o"])))
+  width = cases.Shape().K if stacked else values.get("q", values.get("Cm", np.zeros(1))).shape[-1]
+
+  def call(x):
+    arguments = adapter.arguments(x, file["attr"])
+    if "q" in arguments:  # the op will multiply by width^-1/2, where the method has a scale of its own
+      arguments["q"] = arguments["q"] * (file["attr"]["scale"] * width**0.5)
+    return arguments
+
+  arguments, pull_arguments = vjp(call, values)
+  o = np.zeros(case.output(arguments))
+  o_ct = vjp(adapter.output, values, o)[1](file["ct"]["o"])[1]
 
   timed = {k: x for k, x in arguments.items() if k not in case.shared}
-  layout = Layout(spans(file, *next(iter(timed.values())).shape[:2]), padded)
-  wide = V if len(o_shape) == 4 else None  # the last axis of values, outputs and states, where there is one beside K
-  widths = dict.fromkeys(("v", "x", "log_a", "h0"), wide)
-  rows = {k: layout.rows(x, widths.get(k)) for k, x in timed.items()}
-  state_rows = lambda x, k: layout.state_rows(x, widths.get(k))
-  one = lambda leaves: leaves[0] if len(leaves) == 1 else tuple(leaves)
-  state_cts = one([state_rows(file["ct"][STATES[k]], k) for k in states])
-  if states:
-    rows["initial_state"] = one(
-      [state_rows(file["in"].get(k, np.zeros_like(file["out"][STATES[k]])), k) for k in states]
-    )
   shared = {k: x for k, x in arguments.items() if k in case.shared}
-  cts = layout.rows(o_ct, wide), state_cts
-  got = cases.evaluate(case, impl, dtype, rows | shared, layout.ids(), cts, optimize=not padded)
+  heads = timed["k"].shape[2] if "k" in timed else None
+  all_pieces = pieces(file, timed)
+  groups = [all_pieces]
+  if shared and stacked:  # a shared argument belongs to its heads: one call for each
+    groups = [[p for p in all_pieces if p.head == h] for h in range(heads)]
+  gradients = {k: np.zeros(x.shape) for k, x in arguments.items()}
+  out_states = [np.zeros(file["out"][STATES[k]].shape) for k in states]
+  state_gradients = [np.zeros(x.shape) for x in out_states]
+  one = lambda leaves: leaves[0] if len(leaves) == 1 else tuple(leaves)
 
-  wide64 = lambda x: np.asarray(x, np.float64)
-  gradients = {k: layout.back(wide64(got.gradients[k]), x) for k, x in timed.items()}
-  gradients |= {k: wide64(got.gradients[k]) for k in shared}
-  with jax.enable_x64(True):
-    o, pull_output = jax.vjp(adapter.output, values, layout.back(wide64(got.o), np.zeros(o_shape)))
-    (through,), (direct, _) = jax.device_get((pull_arguments(gradients), pull_output(file["ct"]["o"])))
-  found = {"out o": np.asarray(o)} | {f"grad {k}": through[k] + direct[k] for k in values}
-  for n, k in enumerate(states):
-    stored = file["out"][STATES[k]]
-    trim = lambda leaves, n=n, stored=stored: wide64(jax.tree.leaves(leaves)[n])[tuple(map(slice, stored.shape))]
-    found[f"out {STATES[k]}"] = trim(got.state)
-    if k in file["in"]:
-      found[f"grad {k}"] = trim(got.gradients["initial_state"])
-  return found
+  for group in groups:
+    form = Stacked(case, group, heads) if stacked else AsStored()
+    base = cases.inputs(case.id)
+    shape = lambda x: x.shape[1:]
+    rows = {k: form.timed(x, shape(base[k])) for k, x in timed.items()}
+    own = {k: heads_of(x, 0, group[0], heads) if stacked else ... for k, x in shared.items()}
+    rows |= {k: x[own[k]] for k, x in shared.items()}
+    state_cts = ()
+    if states:
+      like = [shape(x) for x in jax.tree.leaves(base["initial_state"])]
+      first = [file["in"].get(k, np.zeros_like(out)) for k, out in zip(states, out_states, strict=True)]
+      rows["initial_state"] = one([form.state(x, s) for x, s in zip(first, like, strict=True)])
+      state_cts = one([form.state(file["ct"][STATES[k]], s) for k, s in zip(states, like, strict=True)])
+    cts = form.timed(o_ct, case.output(base)[1:]), state_cts
+    got = cases.evaluate(case, impl, dtype, rows, form.ids, cts, optimize=not stacked)
+    form.put_timed(o, got.o)
+    for k in timed:
+      form.put_timed(gradients[k], got.gradients[k])
+    for k in shared:
+      gradients[k][own[k]] = got.gradients[k]
+    for n in range(len(states)):
+      form.put_state(out_states[n], jax.tree.leaves(got.state)[n])
+      form.put_state(state_gradients[n], jax.tree.leaves(got.gradients["initial_state"])[n])
+
+  y, pull_output = vjp(adapter.output, values, o)
+  (through,), (direct, _) = pull_arguments(gradients), pull_output(file["ct"]["o"])
+  found = {"out o": y} | {f"grad {k}": through[k] + direct[k] for k in values}
+  found |= {f"out {STATES[k]}": x for k, x in zip(states, out_states, strict=True)}
+  return found | {f"grad {k}": x for k, x in zip(states, state_gradients, strict=True) if k in file["in"]}
 
 
-def check(name: str, impl: str, dtype: str, padded: bool):
+def check(name: str, impl: str, dtype: str, stacked: bool):
   file, case = load(name), CASES[ADAPTERS[name.split("__")[0]].case]
-  found = run(name, impl, dtype, padded)
+  found = run(name, impl, dtype, stacked)
   wanted = {f"out {k}": x for k, x in file["out"].items()} | {f"grad {k}": x for k, x in file["grad"].items()}
   assert set(found) == set(wanted)
   misses = {}
@@ -211,7 +275,7 @@ def check(name: str, impl: str, dtype: str, padded: bool):
 
 @pytest.mark.parametrize("name", FILES)
 def test_recurrent_in_float64(name):
-  check(name, "recurrent", "float64", padded=True)
+  check(name, "recurrent", "float64", stacked=True)
 
 
 def _long(name: str):
@@ -222,7 +286,7 @@ def _long(name: str):
 
 @pytest.mark.parametrize("name", [_long(name) for name in FILES])
 def test_chunked_in_float32(name):
-  check(name, "chunked", "float32", padded=True)
+  check(name, "chunked", "float32", stacked=True)
 
 
 @pytest.mark.slow
@@ -231,7 +295,7 @@ def test_chunked_in_float32(name):
 )
 @pytest.mark.parametrize("name", FILES)
 def test_other_forms(name, impl_dtype):
-  check(name, *impl_dtype.split("-"), padded=True)
+  check(name, *impl_dtype.split("-"), stacked=True)
 
 
 @pytest.mark.slow
@@ -239,4 +303,4 @@ def test_other_forms(name, impl_dtype):
 @pytest.mark.parametrize("name", [name for name in FILES if "varlen" not in name])
 def test_as_stored(name, impl_dtype):
   """At the file's own shape, without padding."""
-  check(name, *impl_dtype.split("-"), padded=False)
+  check(name, *impl_dtype.split("-"), stacked=False)
