@@ -130,6 +130,7 @@ def test_padding_is_inert(case):
   jax.tree.map(np.testing.assert_array_equal, nothing.state, state)
   assert not nothing.y.any()
   jax.tree.map(np.testing.assert_array_equal, nothing.dstate, dstate)
+  jax.tree.map(np.testing.assert_array_equal, m.with_gradients(m.x, m.init, np.full((B, T), -1)).state, m.init)
 
 
 @every_layer

@@ -84,20 +84,18 @@ class LinearAttention(Mixer):
   def _mix_exp(self, p, memory, documents):
     """exp features relative to the largest key so far, m: the state scales by exp(m_{t-1} - m_t), a decay, as m grows."""
     q, k = (widen(p[name]) * p[name].shape[-1] ** -0.5 for name in "qk")
-    before = None if memory is None else memory[2]
-    m, g = running_maximum(jax.lax.stop_gradient(k.max(-1)), before, documents)
+    before = jnp.zeros_like(k[:, 0, :, 0]) if memory is None else memory[2]
+    m, g = running_maximum(k.max(-1), before, documents)
     q = jnp.exp(q - jax.lax.stop_gradient(q.max(-1, keepdims=True)))  # a factor of q cancels
-    k = jnp.exp(k - m[..., None])
+    k = jnp.exp(documents.only_real(k - m[..., None]))
     sums = None if memory is None else memory[:2]
     o, sums = self.run(normalized_linear_attention, q, k, p["v"], g, scale=1.0, memory=sums, documents=documents)
-    return o, (*sums, m[:, -1])
+    return o, (*sums, jnp.where(documents.length[:, None] > 0, m[:, -1], before))
 
 
-def running_maximum(top: Float[Array, "B T H"], before: Float[Array, "B H"] | None, documents: Documents):
-  """The largest value of each document up to each token, and what the log of it fell by at each token (<= 0)."""
-  seen = documents.carried[:, None] > 0
-  before = jnp.full_like(top[:, 0], LOWEST) if before is None else jnp.where(seen, before, LOWEST)
-  before = jax.lax.stop_gradient(before)[:, None]
+def running_maximum(top: Float[Array, "B T H"], before: Float[Array, "B H"], documents: Documents):
+  """The largest value of each document up to each token, and the log decay <= 0 of what is kept relative to it."""
+  before = jnp.where(documents.carried[:, None] > 0, before, LOWEST)[:, None]
   run = jnp.zeros(top.shape[:2], jnp.int32)
   if documents.ids is not None:
     top = jnp.where(documents.ids[..., None] < 0, LOWEST, top)

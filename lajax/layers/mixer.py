@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ class Mixer(nnx.Module):
 
   # --- what a subclass writes ---
 
-  def mix(self, p: dict[str, Array], memory, documents: Documents) -> tuple[Array, object]:
+  def mix(self, p: dict[str, Array], memory, documents: Documents) -> tuple[Array, Any]:
     """The mixer's equation: from the projections [B T *shape] and the memory (None: zeros) to outputs and memory."""
     raise NotImplementedError
 
@@ -110,7 +111,7 @@ class Mixer(nnx.Module):
   def gate_dtype(self) -> jnp.dtype:
     return wide_dtype(self.param_dtype)
 
-  def run(self, op: Callable, *arrays: Array | None, memory, documents: Documents, **options) -> tuple[Array, object]:
+  def run(self, op: Callable, *arrays: Array | None, memory, documents: Documents, **options) -> tuple[Array, Any]:
     """Calls an op on this layer's arrays with its memory, documents, impl and chunk size."""
     return op(
       *arrays,

@@ -1,12 +1,14 @@
 """The short causal depthwise convolution that stands before most linear mixers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lajax._shapes import check, check_positive
-from lajax.layers.parameters import over_tokens
+from lajax.layers.parameters import over_tokens, widen
 from lajax.layers.state import Documents, LayerState, check_state, follow
 
 
@@ -74,15 +76,15 @@ class ShortConv(nnx.Module):
 
   def convolve(self, x: Float[Array, "B T D"], cache: Array | None, documents: Documents) -> tuple[Array, Array]:
     """The convolution behind a cache; x must be zero at the padding."""
-    cache = self.init_cache(x.shape[0]) if cache is None else documents.only_continued(cache)
-    check({"D": self.channels, "B": x.shape[0], "W-1": self.width - 1}, **{"state.conv": (cache, "B W-1 D")})
+    past = self.init_cache(x.shape[0]) if cache is None else documents.only_continued(cache)
+    check({"D": self.channels, "B": x.shape[0], "W-1": self.width - 1}, **{"state.conv": (past, "B W-1 D")})
     dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
     reach = self.width - 1
     if documents.ids is None:
-      seen = jnp.concatenate([cache.astype(dtype), x.astype(dtype)], axis=1)
+      seen = jnp.concatenate([past.astype(dtype), x.astype(dtype)], axis=1)
       y = self._taps(seen, lambda read, w: read)
       rest = seen[:, seen.shape[1] - reach :]
-      return y, rest.astype(cache.dtype)
+      return y, rest.astype(past.dtype)
 
     # Real tokens are moved together, so that each has the tokens it reads right before it; then back to their places.
     ids, (B, T) = documents.ids, documents.ids.shape
@@ -90,7 +92,7 @@ class ShortConv(nnx.Module):
     rank = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
     rows = jnp.arange(B)[:, None]
     together = lambda a, fill: jnp.full_like(a, fill).at[rows, jnp.where(real, rank, T)].set(a, mode="drop")
-    seen = jnp.concatenate([cache.astype(dtype), together(x.astype(dtype), 0)], axis=1)
+    seen = jnp.concatenate([past.astype(dtype), together(x.astype(dtype), 0)], axis=1)
     runs = jnp.pad(together(ids, -1), ((0, 0), (reach, 0)))  # the cache belongs to run 0
     y = self._taps(seen, lambda read, w: jnp.where((runs[:, w : w + T] == runs[:, reach:])[..., None], read, 0))
     y = documents.only_real(jnp.take_along_axis(y, jnp.maximum(rank, 0)[..., None], axis=1))
@@ -98,13 +100,14 @@ class ShortConv(nnx.Module):
     last_run = jnp.take_along_axis(runs, rank[:, -1:] + reach, axis=1)
     rest = jnp.take_along_axis(seen, last[..., None], axis=1)
     rest = jnp.where((jnp.take_along_axis(runs, last, axis=1) == last_run)[..., None], rest, 0)
-    return y, rest.astype(cache.dtype)
+    return y, rest.astype(past.dtype)
 
   def _taps(self, seen: Array, mask) -> Array:
-    """W shifted products. (A grouped convolution takes 10 times as long forward and 5 times with gradients on a CPU.)"""
+    """W shifted products: on a CPU ten times faster than a grouped convolution, and five times with gradients."""
     shape = (seen.shape[0], seen.shape[1] - self.width + 1, self.channels)
-    weight = self.weight[...].astype(seen.dtype)
-    y = sum(mask(seen[:, w : w + shape[1]], w) * over_tokens(weight[:, w], shape) for w in range(self.width))
+    wide, weight = widen(seen), widen(self.weight[...])
+    taps = (mask(wide[:, w : w + shape[1]], w) * over_tokens(weight[:, w], shape) for w in range(self.width))
+    y = functools.reduce(jnp.add, taps)
     if self.bias is not None:
-      y = y + over_tokens(self.bias[...].astype(seen.dtype), shape)
-    return jax.nn.silu(y) if self.activation == "silu" else y
+      y = y + over_tokens(widen(self.bias[...]), shape)
+    return (jax.nn.silu(y) if self.activation == "silu" else y).astype(seen.dtype)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from lajax._shapes import check_positive
@@ -101,7 +102,7 @@ class SoftmaxAttention(Mixer):
 
   def mix(self, p, memory, documents):
     q, k, v = p["q"], p["k"], p["v"]
-    if self.q_norm is not None:
+    if self.q_norm is not None and self.k_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
     if self.rope_theta is not None:
       q, k = rotate(q, documents.position, self.rope_theta), rotate(k, documents.position, self.rope_theta)
@@ -169,7 +170,7 @@ def _write(cache, new, documents: Documents):
 
 
 def _check_room(length: Int[Array, "B"], capacity: int) -> None:
-  if isinstance(length, jax.core.Tracer) or not length.size:
+  if isinstance(length, Tracer) or not length.size:
     return
   longest = int(length.max())
   if longest > capacity:

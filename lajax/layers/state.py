@@ -54,7 +54,7 @@ class Documents(NamedTuple):
       return x
     return jnp.where((self.ids >= 0).reshape(self.ids.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 
-  def only_continued(self, state):
+  def only_continued(self, state: Any) -> Any:
     """The arrays [B ...] of a state with zeros in the rows where a new document begins."""
     if self.continues is None:
       return state
