@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 IMPLS = ("auto", "recurrent", "associative", "chunked", "pallas")
 
@@ -83,7 +84,7 @@ def check_multiple(small: str, large: str, sizes: Mapping[str, int], names: tupl
 def check_not_nan(**gates) -> None:
   """ValueError for a NaN in a gate, where its values can be seen (not under jit, grad or vmap)."""
   for name, x in gates.items():
-    if x is None or isinstance(x, jax.core.Tracer):
+    if x is None or isinstance(x, Tracer):
       continue
     with jax.ensure_compile_time_eval():
       bad = int(jnp.isnan(x).sum())

@@ -11,11 +11,13 @@ once; nothing is tuned at run time.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from lajax import _shapes
@@ -77,9 +79,7 @@ def linear_attention(
   )  # fmt: skip
   _shapes.check_not_nan(g=g)
   dtype, precision = accumulation_dtype(q, k, v, g, initial_state), product_precision(q, k, v)
-  wide = functools.partial(_cast, dtype=dtype)
-  scale = sizes["K"] ** -0.5 if scale is None else scale
-  tokens = _linear.Tokens(wide(q) * scale, wide(k), wide(v), wide(g))
+  tokens = _linear.Tokens(q.astype(dtype) * _scale(scale, sizes), k.astype(dtype), v.astype(dtype), _cast(g, dtype))
   state = _state(initial_state, sizes, dtype)
   o, state = _run(_linear.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
   return o.astype(v.dtype), state
@@ -194,16 +194,13 @@ def delta_rule(
     raise ValueError("give either `beta`, or (with beta=None) both `erase` and `write`; got another mixture of the three.")
   _shapes.check_not_nan(g=g, beta=beta, erase=erase, write=write)
   dtype, precision = accumulation_dtype(q, k, v, beta, g, erase, write, initial_state), product_precision(q, k, v)
-  wide = functools.partial(_cast, dtype=dtype)
-  scale = sizes["K"] ** -0.5 if scale is None else scale
   groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
-  keys = jnp.repeat(wide(k), groups, axis=2)
-  if beta is None:
-    r, u = keys * wide(erase), wide(v) * wide(write)
-  else:
-    strength = wide(beta)[..., None]
-    r, u = keys * strength, wide(v) * strength
-  tokens = _delta.Tokens(wide(q) * scale, wide(k), r, u, wide(g))
+  k = k.astype(dtype)
+  reads = writes = beta[..., None] if beta is not None else None
+  if erase is not None and write is not None:
+    reads, writes = erase, write
+  r, u = jnp.repeat(k, groups, axis=2) * _cast(reads, dtype), v.astype(dtype) * _cast(writes, dtype)
+  tokens = _delta.Tokens(q.astype(dtype) * _scale(scale, sizes), k, r, u, _cast(g, dtype))
   state = _state(initial_state, sizes, dtype)
   o, state = _run(_delta.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
   return o.astype(v.dtype), state
@@ -313,7 +310,7 @@ def attention(
     raise ValueError("`log_forget` needs causal=True: a gate stands between a token and those before it; got causal=False.")
   if 0 in q.shape or 0 in v.shape:
     return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
-  if isinstance(scale, jax.core.Tracer):
+  if isinstance(scale, Tracer):
     raise ValueError("`scale` must be a number known when the function is traced; got a traced array. Multiply `q` by it.")
   scale = None if scale is None else float(scale)
   return _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, impl)
@@ -342,8 +339,12 @@ def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, im
   )  # fmt: skip
 
 
-def _cast(x, dtype):
+def _cast(x, dtype) -> Any:
   return None if x is None else x.astype(dtype)
+
+
+def _scale(scale: float | None, sizes) -> float:
+  return sizes["K"] ** -0.5 if scale is None else scale
 
 
 def _state(initial, sizes, dtype):

@@ -1,6 +1,7 @@
 """The model of the recall benchmarks: a short gated convolution and one mixer, nothing else that could remember."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +41,9 @@ class GatedShortConv(nnx.Module):
 
 
 class RecallModel(nnx.Module):
-  """Token embedding, layers as pre-norm residual blocks, norm, the embedding again as the head: no MLP, no positions.
+  """Token embedding, layers as pre-norm residual blocks, norm, output head: no MLP, no positions.
 
-      x = E[tokens] ;  x += layer(RMSNorm(x)) for each layer ;  logits = RMSNorm(x) E^T
+      x = E[tokens] ;  x += layer(RMSNorm(x)) for each layer ;  logits = RMSNorm(x) W
 
   Args:
     vocab_size: the number of tokens, and of logits.
@@ -52,18 +53,19 @@ class RecallModel(nnx.Module):
     rngs: the random streams of the parameters.
   """
 
-  def __init__(self, vocab_size: int, d_model: int, layers: Sequence[Callable[..., nnx.Module]], *, rngs: nnx.Rngs):
-    self.embed = nnx.Embed(vocab_size, d_model, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
+  def __init__(self, vocab_size: int, d_model: int, layers: Sequence[Callable[..., Any]], *, rngs: nnx.Rngs):
+    self.embed = nnx.Embed(vocab_size, d_model, rngs=rngs)
     self.layers = nnx.List([make(rngs=rngs) for make in layers])
     self.norms = nnx.List([nnx.RMSNorm(d_model, rngs=rngs) for _ in layers])
     self.final_norm = nnx.RMSNorm(d_model, rngs=rngs)
+    self.head = nnx.Linear(d_model, vocab_size, use_bias=False, rngs=rngs)
 
   def __call__(
     self, tokens: Int[Array, "B T"], state: list | None = None, *, segment_ids: Int[Array, "B T"] | None = None
   ) -> tuple[Float[Array, "B T vocab_size"], list]:
     """Logits after every token, and the state behind the last: what a layer returns, for a model."""
     x, state = self.hidden(tokens, state, segment_ids=segment_ids)
-    return self.embed.attend(x), state
+    return self.head(x), state
 
   def hidden(
     self, tokens: Int[Array, "B T"], state: list | None = None, *, segment_ids: Int[Array, "B T"] | None = None
@@ -80,11 +82,12 @@ class RecallModel(nnx.Module):
   def answers(self, tokens: Int[Array, "B T"], positions: Int[Array, "B P"]) -> Float[Array, "B P vocab_size"]:
     """Logits at P positions of each row only: the head, the widest product of a small model, runs nowhere else."""
     x, _ = self.hidden(tokens)
-    return self.embed.attend(jnp.take_along_axis(x, positions[:, :, None], axis=1))
+    return self.head(jnp.take_along_axis(x, positions[:, :, None], axis=1))
 
   def init_state(self, batch: int) -> list:
     """The state before the first token, of every layer."""
-    return [layer.init_state(batch) for layer in self.layers]
+    layers: Any = self.layers
+    return [layer.init_state(batch) for layer in layers]
 
 
 def masked_positions(mask: Bool[Array, "B L"], count: int) -> Int[Array, "B count"]:

@@ -95,9 +95,8 @@ def attend(
   """
   dtype, precision = accumulation_dtype(q, k, v, sink, log_forget), product_precision(q, k, v)
   H, HK, K = q.shape[2], k.shape[2], q.shape[3]
-  scale = K**-0.5 if scale is None else scale
   heads = lambda x: x.reshape(*x.shape[:2], HK, H // HK, *x.shape[3:])
-  queries = heads(q.astype(dtype) * scale)
+  queries = heads(q.astype(dtype) * (K**-0.5 if scale is None else scale))
   gates = None if log_forget is None else heads(log_forget.astype(dtype))
   start = _start(sink, q.shape, v.shape[-1], HK, dtype)
   form = {"chunked": _chunked, "recurrent": _recurrent, "associative": _associative}[impl]

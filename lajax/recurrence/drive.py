@@ -8,7 +8,6 @@ None; the state is [B HV K V]; outputs are [B T HV V]. Inside, the HV = H G valu
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -171,7 +170,8 @@ def recurrent(rule: Rule, tokens, state: Array, runs: Array | None = None):
   heads = _heads(tokens, state)
   xs, changes = _token_major(heads, tokens, runs)
   step = heads.over(lambda change, x, s: rule.step(_reset(s, change), x), heads.axes(tokens))
-  scan = partial(lax.scan, lambda s, x: step(x[1], x[0], s))
+  body = lambda s, x: step(x[1], x[0], s)
+  scan = lambda s, xs: lax.scan(body, s, xs)
 
   state = heads.rows(state)
   T = len(changes)

@@ -1,5 +1,8 @@
 """One token of each family, for decoding: step(state, token) -> (state, output). No axis T."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -88,15 +91,15 @@ def linear_recurrence_step(
   return h, h.astype(x.dtype)
 
 
-def _heads(sizes, dtype):
-  """Casts to the accumulation dtype and repeats the heads of queries and keys for the values they serve."""
+def _heads(sizes, dtype) -> Callable[[Any], Any]:
+  """Casts to the accumulation dtype and repeats the heads of queries and keys for the values they serve; None stays None."""
+  groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
 
   def wide(x):
     if x is None:
       return None
-    return jnp.repeat(x.astype(dtype), sizes["HV"] // x.shape[1], axis=1) if x.shape[1] != sizes["HV"] else x.astype(dtype)
+    return jnp.repeat(x.astype(dtype), groups if x.shape[1] == sizes["H"] else 1, axis=1)
 
-  _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   return wide
 
 
