@@ -46,8 +46,8 @@ def published_texts(lines: list[dict], preset: Preset) -> dict[tuple, str]:
   texts = {}
   for (mixer, d_model, rows), _ in group(lines, *CELL).items():
     for published in preset.published:
-      place = {"d_model": d_model, "length": rows[0][0]}.get(published.axis)
-      text = published.accuracy.get(mixer, {}).get(place)
+      places = {"d_model": d_model, "length": rows[0][0]}
+      text = published.accuracy.get(mixer, {}).get(places.get(published.axis, 0))
       if text and published.length in (None, rows[0][0]):
         texts[mixer, d_model, rows] = text
   return texts

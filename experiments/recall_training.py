@@ -29,6 +29,7 @@ class Run:
   d_model: int
   num_heads: int
   key_width: int
+  value_width: int
   vocab_size: int
   train_rows: tuple[tuple[int, int], ...]  # (length, pairs) of the rows trained on, mixed by `shares`
   test_rows: tuple[tuple[int, int], ...]  # (length, pairs) of the rows scored on
@@ -62,7 +63,7 @@ class Run:
 
 def build(run: Run, rngs: nnx.Rngs) -> RecallModel:
   """A short gated convolution and one mixer."""
-  mixer = MIXERS[run.mixer](Sizes(run.d_model, run.num_heads, run.key_width, run.longest))
+  mixer = MIXERS[run.mixer](Sizes(run.d_model, run.num_heads, run.key_width, run.value_width, run.longest))
   return RecallModel(run.vocab_size, run.d_model, [functools.partial(GatedShortConv, run.d_model), mixer], rngs=rngs)
 
 

@@ -106,7 +106,7 @@ def refusal(arguments: str, capsys) -> str:
     ("--preset nothing", "'quick', 'zoology-fig2'"),
     ("--preset", "--preset"),
     ("--length 32 64 128 --pairs 4 8", "--length has 3, --pairs has 2"),
-    ("--key-width 0", "--key-width must be at least 1"),
+    ("--key-width 0", "--key-width must be None or at least 1"),
     ("--d-model 63 --num-heads 2", "--d-model must be a positive multiple of --num-heads 2; got 63"),
     ("--steps 0", "--batch and --steps must be at least 1"),
     ("--seeds 0", "--seeds must be at least 1"),
@@ -205,11 +205,11 @@ def test_state_is_measured_whole(mixer):
   conv = 4 * 2 * 64
   own = {
     "softmax": 4 * 2 * 16 * 16,  # keys and values of all 16 positions
-    "linear": 4 * (16 * 16 + 16),
-    "retnet": 4 * 16 * 16,
-    "gla": 4 * 16 * 16,
+    "linear": 4 * (16 * 64 + 16),
+    "retnet": 4 * 16 * 64,
+    "gla": 4 * 16 * 64,
   }
-  own |= dict.fromkeys(("mamba2", "deltanet", "gated_deltanet", "kda"), 4 * (16 * 16 + 3 * 3 * 16))
+  own |= dict.fromkeys(("mamba2", "deltanet", "gated_deltanet", "kda"), 4 * (16 * 64 + 3 * (16 + 16 + 64)))
   sizes = measure(small_run(mixer=mixer))
   assert sizes["state_bytes"] == conv + own[mixer] + 2 * 2 * 4
   assert sizes["parameters"] > 64 * 64
@@ -279,6 +279,7 @@ def test_published_figures_stand_beside_ours():
 # --- training ---
 
 
+@pytest.mark.slow
 def test_a_run_ends_after_its_steps_and_depends_on_its_seed_alone():
   run = small_run(eval_every=3, steps=4)
   program, seen = Program(run), []
@@ -360,11 +361,7 @@ def test_a_mixture_trains_one_model_on_several_kinds_of_rows():
 
 
 @pytest.mark.slow
-def test_the_delta_rule_recalls_and_additive_attention_does_not():
-  """The order of the default run, on one seed of the two mixers that differ least in everything else."""
-  config = experiment.parse(["--mixers", "deltanet", "linear", "--seeds", "1"])
-  found = {
-    run.mixer: Program(run).train(run.seed, run.learning_rate, lambda *_: None) for run in experiment.plan(config)
-  }
-  assert found["deltanet"]["accuracy"] >= 0.99
-  assert found["linear"]["accuracy"] < 0.85
+def test_attention_and_the_delta_rule_recall():
+  """The upper half of the default run's order, on one seed."""
+  for run in experiment.plan(experiment.parse(["--mixers", "softmax", "deltanet", "--seeds", "1"])):
+    assert Program(run).train(run.seed, run.learning_rate, lambda *_: None)["accuracy"] >= 0.99

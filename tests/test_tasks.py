@@ -178,9 +178,8 @@ def test_rows_are_a_function_of_the_key_alone():
 def test_task_is_pure_under_jit_and_vmap():
   task = functools.partial(mqar, batch=4, vocab_size=64, length=32, pairs=4)
   keys = jax.random.split(jax.random.key(0), 3)
-  for one, many in zip(jax.vmap(task)(keys), jax.jit(jax.vmap(task))(keys), strict=True):
-    np.testing.assert_array_equal(one, many)
-  np.testing.assert_array_equal(jax.vmap(task)(keys)[0][1], task(keys[1])[0])
+  for many, one in zip(jax.jit(jax.vmap(task))(keys), task(keys[1]), strict=True):
+    np.testing.assert_array_equal(many[1], one)
 
 
 @given(
@@ -190,7 +189,7 @@ def test_task_is_pure_under_jit_and_vmap():
   filler=st.sampled_from(FILLERS),
   seed=st.integers(0, 2**31 - 1),
 )
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 def test_any_size_that_is_allowed_gives_right_rows(pairs, spare, vocabulary, filler, seed):
   sizes = dict(vocab_size=2 * pairs + 2 + vocabulary, length=4 * pairs + 2 * spare, pairs=pairs, filler=filler)
   check_exact(*our_rows(16, first=seed, **sizes), **sizes)
