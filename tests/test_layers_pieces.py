@@ -200,6 +200,11 @@ def test_to_linen(case):
   assert jnp.isfinite(y).all()
 
 
+def test_every_layer_is_in_the_table():
+  layers = {getattr(L, name) for name in L.__all__ if hasattr(getattr(L, name), "init_state")} - {L.Mixer}
+  assert layers == {case.layer.func for case in CASES} == {case.layer.func for case in PLAIN}
+
+
 @every_layer
 def test_wrong_inputs(case):
   layer = nnx.eval_shape(case.make)
