@@ -111,7 +111,9 @@ class Mixer(nnx.Module):
   def gate_dtype(self) -> jnp.dtype:
     return wide_dtype(self.param_dtype)
 
-  def run(self, op: Callable, *arrays: Array | None, memory, documents: Documents, **options) -> tuple[Array, Any]:
+  def run(
+    self, op: Callable, *arrays: Array | None, memory, documents: Documents, scale: float | None = None
+  ) -> tuple[Array, Any]:
     """Calls an op on this layer's arrays with its memory, documents, impl and chunk size."""
     return op(
       *arrays,
@@ -119,7 +121,7 @@ class Mixer(nnx.Module):
       segment_ids=documents.ids,
       impl=self.impl,
       chunk_size=self.chunk_size,
-      **options,
+      scale=scale,
     )
 
   # --- what all of them do ---
