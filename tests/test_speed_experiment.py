@@ -1,0 +1,93 @@
+"""The speed experiment: its baselines compute what lajax computes, its tables have every row, bad flags give one line."""
+
+import functools
+import io
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import speed  # noqa: E402
+from speed_baselines import PLAIN  # noqa: E402
+
+TINY = speed.Config(length=3, batch=1, heads=2, width=4, repeats=2, positions=(3, 9))
+
+
+@pytest.mark.parametrize("op", speed.OPS)
+def test_baselines_agree_with_lajax(op):
+  inputs = speed.inputs_of(TINY, op, TINY.length)
+  form = functools.partial(speed.OPS[op].call, impl="recurrent")
+  calls = {"recurrent": form} | {name: baseline.call for name, baseline in PLAIN[op].items()}
+  results = jax.jit(lambda inputs: {name: call(**inputs) for name, call in calls.items()})(inputs)
+  want = results.pop("recurrent")
+  for name, got in results.items():
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-4 * float(abs(b).max()), rtol=0, err_msg=name)
+
+
+def test_table_has_every_op_in_every_form():
+  config = speed.Config(forms=speed.FORMS)
+  rows = speed.plan(config, {})
+  assert {(row.op, row.name) for row in rows} >= {(op, form) for op in speed.OPS for form in speed.FORMS}
+  assert len({(row.op, row.name, row.length) for row in rows}) == len(rows)
+  table = speed.forms_table(config, rows)
+  assert table.row_count == len(rows)
+  assert set(table.columns[0].cells) == set(speed.OPS)
+  for row in rows:  # each row's reference stands at as many tokens, unless nothing there is timed
+    if row.name != "associative" or row.op in config.associative:
+      assert (row.op, speed.reference_of(row.op), row.length) in {(r.op, r.name, r.length) for r in rows}
+
+
+def test_run_prints_figures_and_writes_lines(tmp_path):
+  text = io.StringIO()
+  out = tmp_path / "speed.jsonl"
+  config = speed.parse(
+    [
+      *("--ops", "linear_attention", "--length", "16", "--heads", "1", "--width", "4", "--repeats", "2"),
+      *("--positions", "3", "9", "--forms", "recurrent", "auto", "pallas", "--out", str(out), "--associative"),
+      *("simple_gla", "--scaling", "--lengths", "16", "32"),
+    ]
+  )
+  speed.run(config, Console(file=text, width=160))
+  lines = [json.loads(line) for line in out.read_text().splitlines()]
+  rows = {line["name"]: line for line in lines if line["task"] == "speed"}
+  assert list(rows) == ["recurrent", "auto", "pallas", "naive token scan"]
+  for name, row in rows.items():
+    figures = [row[key] for key in ("forward_ms", "both_ms", "ratio", "compile_seconds", "temp_mib")]
+    assert all(x is None for x in figures) if name == "pallas" else all(x >= 0 for x in figures)
+    assert {"python", "jax", "jaxlib", "device"} <= set(row["versions"])
+    assert row["config"]["length"] == 16
+  assert rows["naive token scan"]["ratio"] == 1
+  assert "pallas" in rows["pallas"]["why_not"]
+  assert [line["position"] for line in lines if line["task"] == "speed_decode"] == [3, 9]
+  assert [line["length"] for line in lines if line["task"] == "speed_scaling"] == [16, 32]
+  assert "losses differ" not in text.getvalue()
+  assert "shared machine" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+  ("arguments", "said"),
+  [
+    (["--lenth", "4"], "--lenth"),
+    (["--ops", "lstm"], "unknown lstm; known: linear_attention"),
+    (["--forms", "fast"], "unknown fast; known: recurrent"),
+    (["--length", "0"], "--length must be at least 1; got 0"),
+    (["--lengths", "64", "--scaling"], "two different lengths"),
+    (["--dtype", "int8"], "dtype"),
+  ],
+)
+def test_bad_flags_give_one_line(arguments, said, capsys):
+  with pytest.raises(SystemExit) as end:
+    speed.parse(arguments)
+  assert end.value.code == 2
+  message = capsys.readouterr().err
+  assert message.startswith("speed.py: error: ")
+  assert said in message
+  assert message.count("\n") == 1
