@@ -67,7 +67,7 @@ def _check_dtype(name: str, x, kind: str) -> None:
   base = jnp.floating if kind == "float" else jnp.integer
   if not jnp.issubdtype(x.dtype, base):
     remedy = f"Cast it, as in {name}.astype({'jnp.float32' if kind == 'float' else 'jnp.int32'})."
-    raise ValueError(f"`{name}` must have a {'floating' if kind == 'float' else 'integer'} dtype; got {x.dtype}. {remedy}")
+    raise ValueError(f"`{name}` must have {'a floating' if kind == 'float' else 'an integer'} dtype; got {x.dtype}. {remedy}")
 
 
 def check_multiple(small: str, large: str, sizes: Mapping[str, int], names: tuple[str, str]) -> int:

@@ -166,7 +166,7 @@ def _nest(f: Callable, axes: int) -> Callable:
 
 
 def recurrent(rule: Rule, tokens, state: Array, runs: Array | None = None):
-  """The equation, token by token. Of each 64 states the backward pass keeps one."""
+  """The equation, token by token. Of each 64 states the backward pass keeps one, or all where they are no larger than tokens."""
   heads = _heads(tokens, state)
   xs, changes = _token_major(heads, tokens, runs)
   step = heads.over(lambda change, x, s: rule.step(_reset(s, change), x), heads.axes(tokens))
@@ -175,7 +175,8 @@ def recurrent(rule: Rule, tokens, state: Array, runs: Array | None = None):
 
   state = heads.rows(state)
   T = len(changes)
-  whole = T - T % TOKENS_BETWEEN_STATES if T > TOKENS_BETWEEN_STATES else 0
+  large = state.size * T > sum(x.size for x in jax.tree.leaves(xs))
+  whole = T - T % TOKENS_BETWEEN_STATES if large and T > TOKENS_BETWEEN_STATES else 0
   outputs = []
   if whole:
     blocks = jax.tree.map(lambda x: x[:whole].reshape(-1, TOKENS_BETWEEN_STATES, *x.shape[1:]), (xs, changes))
