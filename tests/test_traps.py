@@ -124,10 +124,9 @@ def test_positive_decay_is_finite_and_documented(case_id):
 
 
 def _long():
-  for case_id in ("delta_rule-head", "delta_rule-channel", "linear_attention-channel", "linear_recurrence-vector"):
-    for T in (128, 256, 4096):
-      fast = case_id == "delta_rule-head" and T == 128
-      yield pytest.param(case_id, T, marks=() if fast else pytest.mark.slow)
+  lengths = {"delta_rule-head": (128, 256, 4096), "delta_rule-channel": (128, 4096), "linear_attention-channel": (256,)}
+  for case_id, T in [(case_id, T) for case_id, many in lengths.items() for T in many]:
+    yield pytest.param(case_id, T, marks=() if (case_id, T) == ("delta_rule-head", 128) else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("case_id", "T"), [*_long()])
