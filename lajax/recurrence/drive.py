@@ -174,7 +174,7 @@ def recurrent(rule: Rule, tokens, state: Array, runs: Array | None = None):
   scan = lambda s, xs: lax.scan(body, s, xs)
 
   state = heads.rows(state)
-  T = len(changes)
+  T = len(jax.tree.leaves(xs)[0])
   large = state.size * T > sum(x.size for x in jax.tree.leaves(xs))
   whole = T - T % TOKENS_BETWEEN_STATES if large and T > TOKENS_BETWEEN_STATES else 0
   outputs = []
@@ -190,16 +190,14 @@ def recurrent(rule: Rule, tokens, state: Array, runs: Array | None = None):
 
 
 def _token_major(heads: _Heads, tokens, runs):
-  """Tokens as [T R (G) ..], and [T R]: where a document begins."""
+  """Tokens as [T R (G) ..], and [T R]: where a document begins; None without documents."""
 
   def flat(x):
     x = jnp.moveaxis(heads.split(x), 1, 0)
     return x.reshape(x.shape[0], heads.B * heads.H, *x.shape[3:])
 
   xs = jax.tree.map(flat, tokens)
-  T = len(jax.tree.leaves(xs)[0])
-  changes = jnp.zeros((T, heads.B), bool) if runs is None else (runs != _before(runs)).T
-  return xs, jnp.repeat(changes, heads.H, axis=1)
+  return xs, None if runs is None else jnp.repeat((runs != _before(runs)).T, heads.H, axis=1)
 
 
 def _batch_major(heads: _Heads, o: Array) -> Array:
@@ -207,8 +205,8 @@ def _batch_major(heads: _Heads, o: Array) -> Array:
   return jnp.moveaxis(o.reshape(len(o), heads.B, heads.H * heads.G, o.shape[-1]), 0, 1)
 
 
-def _reset(state: Array, change: Array) -> Array:
-  return jnp.where(change, jnp.zeros((), state.dtype), state)
+def _reset(state: Array, change: Array | None) -> Array:
+  return state if change is None else jnp.where(change, jnp.zeros((), state.dtype), state)
 
 
 # --- by associative scan ---------------------------------------------------------------------------------------------
