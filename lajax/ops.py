@@ -195,6 +195,8 @@ def delta_rule(
   _shapes.check_not_nan(g=g, beta=beta, erase=erase, write=write)
   dtype, precision = accumulation_dtype(q, k, v, beta, g, erase, write, initial_state), product_precision(q, k, v)
   groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
+  if segment_ids is not None:  # before products of two inputs, so that NaN in padding stays out of gradients too
+    k, v, beta, erase, write = drive.blank_padding((k, v, beta, erase, write), segment_ids >= 0)
   k = k.astype(dtype)
   reads = writes = beta[..., None] if beta is not None else None
   if erase is not None and write is not None:
@@ -324,7 +326,8 @@ def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, im
     run, real = drive.segments(segment_ids)
     position, runs = jnp.cumsum(real, axis=1, dtype=jnp.int32), jnp.where(real, run, -1)
     q, k, v, log_forget = drive.blank_padding((q, k, v, log_forget), real)
-  plain = sink is None and log_forget is None and accumulation_dtype(q, k, v) == jnp.float32
+  alike_widths = q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
+  plain = sink is None and log_forget is None and alike_widths and q.dtype != jnp.float64
   if impl == "auto" and plain and T <= DIRECT:
     places = _softmax.Where(position, runs)
     mask = None
