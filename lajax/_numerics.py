@@ -143,7 +143,7 @@ def _careful_matmul(a: Array, b: Array, precision) -> Array:
   cuts = range(0, a.shape[-1], part)
   parts = [jnp.matmul(a[..., c : c + part], b[..., c : c + part, :], precision=precision) for c in cuts]
   while len(parts) > 1:
-    parts = [sum(parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    parts = [functools.reduce(jnp.add, parts[i : i + 2]) for i in range(0, len(parts), 2)]
   return parts[0]
 
 
