@@ -34,8 +34,8 @@ def base_reference(case_id: str, values: str, packed: bool, first: int = 0) -> c
 def _forms():
   """Fast: `chunked` in float32 for all; the other forms and bf16 for a few. Slow: all but the reference itself."""
   few = {
-    "float32": ("linear_recurrence-vector", "linear_attention-head", "delta_rule-head"),
-    "bfloat16": ("linear_attention-head", "delta_rule-head", "attention-forget"),
+    "float32": ("linear_recurrence-vector", "delta_rule-head"),
+    "bfloat16": ("linear_attention-head", "delta_rule-head"),
     "float64": (),
   }
   for case in CASES.values():
@@ -174,14 +174,13 @@ def test_any_chunk_size(case_id, chunk_size):
 # --- dtypes and options ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  ("dtype", "x64"),
-  [
-    ("float32", True),
-    *(pytest.param(*p, marks=pytest.mark.slow) for p in [("float32", False), ("bfloat16", True), ("bfloat16", False)]),
-  ],
-)
-@pytest.mark.parametrize("case_id", CASES)
+def _dtypes():
+  for case_id in CASES:
+    for dtype, x64 in (("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)):
+      yield case_id, dtype, x64, case_id in cases.CORE and (dtype, x64) == ("float32", True)
+
+
+@pytest.mark.parametrize(("case_id", "dtype", "x64"), parameters(_dtypes()))
 def test_dtypes(case_id, dtype, x64):
   """o has v's dtype, states are float32, gradients have their input's dtype: whether or not x64 is on."""
   case = CASES[case_id]

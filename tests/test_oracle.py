@@ -29,8 +29,8 @@ class Adapter:
   """A method as a call of an op: its arguments from the file's inputs, and its output from the op's."""
 
   case: str
-  arguments: Callable = lambda x, attr: x
-  output: Callable = lambda x, o: o
+  arguments: Callable | None = None  # (inputs, constants) -> arguments; None: the inputs as they are
+  output: Callable | None = None  # (inputs, o) -> output; None: o
 
 
 def _rename(**names):
@@ -185,8 +185,10 @@ class AsStored:
   put_state = put_timed
 
 
-def vjp(f: Callable, *x):
-  """jax.vjp in float64, jitted: eagerly every primitive would be compiled by itself."""
+def vjp(f: Callable | None, *x):
+  """jax.vjp in float64, jitted: eagerly every primitive would be compiled by itself. None gives its last argument back."""
+  if f is None:
+    return x[-1], lambda ct: (*jax.tree.map(np.zeros_like, x[:-1]), ct)
   jit = functools.partial(jax.jit, compiler_options=cases.quick())
 
   def pull(ct):
@@ -205,13 +207,11 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
   states = [k for k in STATES if STATES[k] in file["out"]]
   width = cases.Shape().K if stacked else values.get("q", values.get("Cm", np.zeros(1))).shape[-1]
 
-  def call(x):
-    arguments = adapter.arguments(x, file["attr"])
-    if "q" in arguments:  # the op will multiply by width^-1/2, where the method has a scale of its own
-      arguments["q"] = arguments["q"] * (file["attr"]["scale"] * width**0.5)
-    return arguments
-
+  call = adapter.arguments and (lambda x: adapter.arguments(x, file["attr"]))
   arguments, pull_arguments = vjp(call, values)
+  if "q" in arguments:  # the op will multiply by width^-1/2, where the method has a scale of its own
+    factor = file["attr"]["scale"] * width**0.5
+    arguments = arguments | {"q": arguments["q"] * factor}
   o = np.zeros(case.output(arguments))
   o_ct = vjp(adapter.output, values, o)[1](file["ct"]["o"])[1]
 
@@ -251,6 +251,8 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
       form.put_state(out_states[n], jax.tree.leaves(got.state)[n])
       form.put_state(state_gradients[n], jax.tree.leaves(got.gradients["initial_state"])[n])
 
+  if "q" in gradients:
+    gradients["q"] *= factor
   y, pull_output = vjp(adapter.output, values, o)
   (through,), (direct, _) = pull_arguments(gradients), pull_output(file["ct"]["o"])
   found = {"out o": y} | {f"grad {k}": through[k] + direct[k] for k in values}
