@@ -4,8 +4,8 @@
 
 trains softmax attention, linear attention (elu+1), GLA, Mamba-2, DeltaNet, Gated DeltaNet and KDA on multi-query associative
 recall (64 tokens, 64 positions, 8 pairs), three seeds each, on fresh rows in every step, then prints a table and draws two
-figures. Expected: softmax attention, DeltaNet, Gated DeltaNet and KDA answer at least 99 % of the queries. The last lines
-say whether the order that must come out did.
+figures, in about four minutes on two cores. Expected: softmax attention, DeltaNet, Gated DeltaNet and KDA answer at least
+99 % of the queries, elu+1 linear attention fewer than 85 %. The last lines say whether that came out.
 
 Results go to `runs/mqar/results.jsonl`, one line a run with its whole configuration. A run whose line is there is not run
 again: stop it and start it as you like. `--help` lists the flags; `--preset` sets those of a published experiment, which
@@ -22,6 +22,7 @@ import sys
 import time
 from typing import Literal, NoReturn
 
+import no_gpu  # isort: skip  # noqa: F401  # before jax
 import jax
 import tyro
 from recall_mixers import DEFAULT_MIXERS, MIXERS
@@ -69,9 +70,11 @@ class Config:
   """Channels of a head's keys and queries; None: d_model / num_heads."""
   value_width: int | None = None
   """Channels of a head's values (softmax attention has as many as its keys); None: d_model / num_heads."""
+  output_gate: bool = False
+  """Keep the output gates of the layers that have one: what is compared is then no longer the recurrence alone."""
   batch: tuple[int, ...] = (64,)
   """Rows in a step."""
-  steps: tuple[int, ...] = (400,)
+  steps: tuple[int, ...] = (600,)
   """Training steps at most."""
   learning_rates: tuple[float, ...] = (1e-2,)
   """Peak learning rates; with several, the table shows the best of each mixer and the whole curve."""
@@ -218,7 +221,7 @@ def _runs(config: Config):
     )
 
 
-SAME = ("vocab_size", "filler", "power", "schedule", "weight_decay", "clip")
+SAME = ("output_gate", "vocab_size", "filler", "power", "schedule", "weight_decay", "clip")
 SAME += ("eval_every", "eval_rows", "stop_at", "stop_checks")
 
 

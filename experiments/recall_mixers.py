@@ -1,4 +1,8 @@
-"""The mixers of the recall experiments, one row each: a row added here appears in every flag, table and figure."""
+"""The mixers of the recall experiments, one row each: a row added here appears in every flag, table and figure.
+
+What is compared is the recurrence, so all recurrent mixers have the same short convolution on their queries, keys and values.
+An output gate, where the layer has one, is the flag `--output-gate`'s.
+"""
 
 import dataclasses
 import functools
@@ -9,21 +13,26 @@ import lajax.layers as L
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """What a mixer is made for: model width, heads, the widths of a head's keys and values, the longest row it will see."""
+  """What a mixer is made for: model width, heads, the widths of a head's keys and values, the longest row it will see, output gates."""
 
   d_model: int
   num_heads: int
   key_width: int
   value_width: int
   length: int
+  output_gate: bool
 
 
-def linear(kind: Callable, **options) -> Callable[[Sizes], Callable]:
-  """For a layer whose state is key width by value width: from sizes to a maker that wants nothing but `rngs`."""
+def linear(kind: Callable, *, gated: bool = False, **options) -> Callable[[Sizes], Callable]:
+  """For a layer whose state is key width by value width: from sizes to a maker that wants nothing but `rngs`.
+
+  `gated`: the layer comes with an output gate, which then is there or not as the sizes say.
+  """
 
   def make(s: Sizes) -> Callable:
-    widths = dict(head_dim=s.key_width, expand_v=s.value_width / s.key_width)
-    return functools.partial(kind, s.d_model, num_heads=s.num_heads, **widths, **options)
+    widths = dict(head_dim=s.key_width, expand_v=s.value_width / s.key_width, conv_size=4)
+    gate = dict(use_gate=s.output_gate) if gated else {}
+    return functools.partial(kind, s.d_model, num_heads=s.num_heads, **widths, **gate, **options)
 
   return make
 
@@ -43,12 +52,12 @@ def mamba2(s: Sizes) -> Callable:
 MIXERS: dict[str, Callable[[Sizes], Callable]] = {
   "softmax": softmax,
   "linear": linear(L.LinearAttention),
-  "retnet": linear(L.RetNet),
-  "gla": linear(L.GLA),
+  "retnet": linear(L.RetNet, gated=True),
+  "gla": linear(L.GLA, gated=True),
   "mamba2": mamba2,
   "deltanet": linear(L.DeltaNet),
-  "gated_deltanet": linear(L.GatedDeltaNet),
-  "kda": linear(L.KimiDeltaAttention),
+  "gated_deltanet": linear(L.GatedDeltaNet, gated=True),
+  "kda": linear(L.KimiDeltaAttention, gated=True),
 }
 
 DEFAULT_MIXERS = ("softmax", "linear", "gla", "mamba2", "deltanet", "gated_deltanet", "kda")

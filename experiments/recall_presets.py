@@ -49,6 +49,7 @@ PRESETS: dict[str, Preset] = {
   "quick": Preset(flags={}, at_least=REACHES, below={"linear": 0.85}),
   "zoology-fig2": Preset(
     flags=dict(
+      output_gate=True,
       vocab_size=8192, length=(64, 128, 256, 512), pairs=(4, 8, 16, 64), filler="zeros", d_model=WIDTHS, num_heads=1,
       key_width=None, value_width=None, batch=ZOOLOGY_BATCH, steps=tuple(steps_of(64, 100_000, batch) for batch in ZOOLOGY_BATCH),
       learning_rates=log_space(-4, -2, 4), schedule="cosine", weight_decay=0.1, clip=None, seeds=1, eval_every=196,
@@ -67,6 +68,7 @@ PRESETS: dict[str, Preset] = {
   ),
   "based-fig2": Preset(
     flags=dict(
+      output_gate=True,
       vocab_size=8192, length=(64, 128, 256, 256, 256), pairs=(4, 8, 16, 32, 64), mixture=True,
       shares=(100_000, 20_000, 20_000, 20_000, 20_000), test_length=(64, 64, 64, 128, 256, 512, 1024),
       test_pairs=(4, 8, 16, 32, 64, 128, 256), filler="noise", d_model=(64, 128, 256), num_heads=2, key_width=None, value_width=None,
@@ -87,6 +89,7 @@ PRESETS: dict[str, Preset] = {
   ),
   "log-linear-table2": Preset(
     flags=dict(
+      output_gate=True,
       mixers=("softmax", "mamba2", "gated_deltanet"), vocab_size=8192, length=(256,), pairs=(4, 8, 16, 32, 64),
       mixture=True, filler="noise", d_model=(16, 32, 64), num_heads=1, key_width=None, value_width=None, batch=(256,),
       steps=(steps_of(32, 180_000, 256),), learning_rates=log_space(-3, -1.5, 4), schedule="cosine", weight_decay=0.1,
@@ -103,6 +106,7 @@ PRESETS: dict[str, Preset] = {
   ),
   "kimi-fig4": Preset(
     flags=dict(
+      output_gate=True,
       mixers=("mamba2", "gated_deltanet", "kda"), vocab_size=8192, length=(256, 512, 1024, 2048),
       pairs=(64, 128, 256, 512), filler="noise", d_model=(256,), num_heads=2, key_width=128, value_width=None, batch=(64,),
       steps=(20_000,), learning_rates=(5e-5, 1e-4, 5e-4, 1e-3), schedule="cosine", weight_decay=0.1, clip=1.0, seeds=1,

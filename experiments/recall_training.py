@@ -30,6 +30,7 @@ class Run:
   num_heads: int
   key_width: int
   value_width: int
+  output_gate: bool
   vocab_size: int
   train_rows: tuple[tuple[int, int], ...]  # (length, pairs) of the rows trained on, mixed by `shares`
   test_rows: tuple[tuple[int, int], ...]  # (length, pairs) of the rows scored on
@@ -63,7 +64,8 @@ class Run:
 
 def build(run: Run, rngs: nnx.Rngs) -> RecallModel:
   """A short gated convolution and one mixer."""
-  mixer = MIXERS[run.mixer](Sizes(run.d_model, run.num_heads, run.key_width, run.value_width, run.longest))
+  sizes = Sizes(run.d_model, run.num_heads, run.key_width, run.value_width, run.longest, run.output_gate)
+  mixer = MIXERS[run.mixer](sizes)
   return RecallModel(run.vocab_size, run.d_model, [functools.partial(GatedShortConv, run.d_model), mixer], rngs=rngs)
 
 

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NoReturn
 
+import no_gpu  # isort: skip  # noqa: F401  # before jax
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -361,7 +361,9 @@ def test_a_mixture_trains_one_model_on_several_kinds_of_rows():
 
 
 @pytest.mark.slow
-def test_attention_and_the_delta_rule_recall():
-  """The upper half of the default run's order, on one seed."""
-  for run in experiment.plan(experiment.parse(["--mixers", "softmax", "deltanet", "--seeds", "1"])):
-    assert Program(run).train(run.seed, run.learning_rate, lambda *_: None)["accuracy"] >= 0.99
+def test_the_delta_rule_recalls_where_elu_does_not():
+  """The default run's order, on one seed."""
+  accuracy = {}
+  for run in experiment.plan(experiment.parse(["--mixers", "softmax", "linear", "gated_deltanet", "--seeds", "1"])):
+    accuracy[run.mixer] = Program(run).train(run.seed, run.learning_rate, lambda *_: None)["accuracy"]
+  assert accuracy["linear"] < 0.85 and min(accuracy["softmax"], accuracy["gated_deltanet"]) >= 0.99, accuracy

@@ -65,7 +65,7 @@ def test_any_split(case_id, at, decays):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case_id", [*STATEFUL, "attention-forget"])
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
   T=st.integers(1, 150),
   H=st.integers(1, 2),

@@ -124,7 +124,7 @@ def test_positive_decay_is_finite_and_documented(case_id):
 
 
 def _long():
-  lengths = {"delta_rule-head": (128, 256, 4096), "delta_rule-channel": (128, 4096), "linear_attention-channel": (256,)}
+  lengths = {"delta_rule-head": (128, 256, 4096), "delta_rule-channel": (256,), "linear_attention-channel": (256,)}
   for case_id, T in [(case_id, T) for case_id, many in lengths.items() for T in many]:
     yield pytest.param(case_id, T, marks=() if (case_id, T) == ("delta_rule-head", 128) else pytest.mark.slow)
 
@@ -283,7 +283,7 @@ HANGS = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("T", "rounds"), [(1024, 20), (4096, 20)])
+@pytest.mark.parametrize(("T", "rounds"), [(1024, 10), (4096, 20)])
 def test_no_hang_on_few_cores(T, rounds):
   """A chunk's forward and backward on two cores: without lajax's guard jaxlib 0.10 stops for ever in one of these rounds."""
   assert in_subprocess(HANGS.format(T=T, rounds=rounds), 240) == "done"
