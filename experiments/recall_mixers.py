@@ -13,7 +13,7 @@ import lajax.layers as L
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """What a mixer is made for: model width, heads, the widths of a head's keys and values, the longest row it will see, output gates."""
+  """What a mixer is made for: widths of the model and of a head, the longest row it will see, whether gates stay."""
 
   d_model: int
   num_heads: int

@@ -21,6 +21,7 @@ class RetNet(Mixer):
     expand_v: V / K.
     rope_theta: the base of the rotary positions; None for none.
     conv_size: the width of a short convolution on q, k, v; None (the default) for none.
+    use_gate: multiply the normed outputs by silu(x W_g).
     norm_eps: of the output norm.
     impl, chunk_size: passed on to `lajax.linear_attention`.
     dtype: the dtype of the projections; None for that of the inputs and parameters together.
@@ -43,6 +44,7 @@ class RetNet(Mixer):
     expand_v: float = 2.0,
     rope_theta: float | None = 10_000.0,
     conv_size: int | None = None,
+    use_gate: bool = True,
     norm_eps: float = 1e-5,
     impl: str = "auto",
     chunk_size: int | None = None,
@@ -52,8 +54,9 @@ class RetNet(Mixer):
   ):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
     check_rotary(rope_theta, K)
+    projections = {"q": (H, K), "k": (H, K), "v": (H, V)} | ({"gate": (H, V)} if use_gate else {})
     super().__init__(
-      d_model, {"q": (H, K), "k": (H, K), "v": (H, V), "gate": (H, V)}, inner=H * V, memory=(H, K, V), conv_size=conv_size,
+      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
     self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
@@ -66,4 +69,4 @@ class RetNet(Mixer):
     heads = jnp.arange(q.shape[2], dtype=self.gate_dtype)
     g = jnp.broadcast_to(jnp.log1p(-jnp.exp2(-5 - heads)), q.shape[:3])
     o, memory = self.run(linear_attention, q, k, p["v"], g, memory=memory, documents=documents)
-    return self.norm(o, p["gate"]), memory
+    return self.norm(o, p.get("gate")), memory
