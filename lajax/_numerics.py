@@ -54,6 +54,7 @@ def transposed(x: Array) -> Array:
 #     head(i)       = prod_{l <= i} alpha_l          from the chunk's incoming state to token i
 #     tail(j)       = prod_{l > j} alpha_l           from token j to the chunk's outgoing state
 #     total         = prod_l alpha_l
+# and, for what reads the state before the token's own decay, before(i) = head(i - 1) and between(i - 1, j).
 # None is formed as a quotient, or as exp of a difference of sums: after one strong decay such a difference has lost its
 # digits. A change of segment inside an interval makes it zero; that is a mask, never a term of a sum.
 #
@@ -80,13 +81,15 @@ def segment_masks(runs: Int[Array, "C"], run_before: Int[Array, ""]) -> Masks:
 class Decay(NamedTuple):
   """Products of decays over the intervals of one chunk, and what is computed with them.
 
-  `head`, `tail` and `total` are [C 1], [C 1], [1] for one decay a head and [C K], [C K], [K] for one a channel.
+  `head`, `tail`, `before` and `total` are [C 1] and [1] for one decay a head, [C K] and [K] for one a channel.
   """
 
   between: Float[Array, "C C"]  # one decay a head: the decays themselves; one a channel: 1 inside a segment, else 0
   head: Float[Array, "C K"]
   tail: Float[Array, "C K"]
   total: Float[Array, "K"]
+  before: Float[Array, "C K"]
+  same: Bool[Array, "C C"] | None  # inside a segment; None without segments
   halves: tuple  # one a channel: for h = 1, 2, 4 .. the products (from its half's start to i, after j to its half's end)
 
   def scores(self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision, *, diagonal: bool) -> Float[Array, "C C"]:
@@ -132,6 +135,35 @@ class Decay(NamedTuple):
       dk += jnp.matmul(jnp.where(pairs.T, blocks_t, 0), q * upto, precision=precision) * after
     return lax.optimization_barrier((dq.reshape(d.shape[0], -1), dk.reshape(d.shape[0], -1)))
 
+  def scores_before(self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision) -> Float[Array, "C C"]:
+    """sum_c q_ic between(i - 1, j)_c k_jc for j < i, else 0: of queries that read before their own token's decay."""
+    return self._same(preceding(self.scores(following(q), k, precision, diagonal=True)))
+
+  def scores_before_pullback(self, d: Float[Array, "C C"], q, k, precision):
+    """Cotangents of q and k from that of `scores_before` where j < i - 1; between neighbours stands no decay."""
+    dq, dk = self.scores_pullback(following(self._same(d)), following(q), k, precision)
+    return preceding(dq), dk
+
+  def neighbours(self, d: Float[Array, "C 1"]) -> Float[Array, "C 1"]:
+    """d of the pairs (i + 1, i), where both are of one segment."""
+    if self.same is None:
+      return d
+    together = jnp.append(jnp.diagonal(self.same, -1), False)
+    return jnp.where(together[:, None], d, 0)
+
+  def _same(self, scores: Float[Array, "C C"]) -> Float[Array, "C C"]:
+    return scores if self.same is None else jnp.where(self.same, scores, 0)
+
+
+def following(x: Array) -> Array:
+  """Row i is that of token i + 1; behind the last one, zeros."""
+  return jnp.concatenate([x[1:], jnp.zeros_like(x[:1])])
+
+
+def preceding(x: Array) -> Array:
+  """Row i is that of token i - 1; before the first one, zeros."""
+  return jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
+
 
 def _careful_matmul(a: Array, b: Array, precision) -> Array:
   """a b, summed over four parts of the inner axis, then over the parts.
@@ -160,29 +192,33 @@ def _unhalf(x: Array, which: int) -> Array:
 
 def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
   """The decays of a chunk of `length` tokens (a power of two) from its log gates: None, [C], or [C K]."""
+  halves = ()
   if g is None:
-    parts = Decay(jnp.ones((length, length), dtype), jnp.ones((length, 1), dtype), jnp.ones((length, 1), dtype), jnp.ones((1,), dtype), ())
+    between, head = jnp.ones((length, length), dtype), jnp.ones((length, 1), dtype)
+    tail = head
   elif g.ndim == 1:
-    parts = _decay_per_head(g)
+    between, head, tail = _decay_per_head(g)
   else:
-    parts = _decay_per_channel(g)
+    head, tail, halves = _decay_per_channel(g)
+    between = jnp.ones((length, length), dtype)
+  before = jnp.concatenate([jnp.ones_like(head[:1]), head[:-1]])
   if masks is None:
-    return parts
+    return Decay(between, head, tail, head[-1], before, None, halves)
   keep = lambda mask, x: jnp.where(mask, x, 0)
   return Decay(
-    keep(masks.between, parts.between), keep(masks.head[:, None], parts.head), keep(masks.tail[:, None], parts.tail),
-    keep(masks.total, parts.total), parts.halves,
+    keep(masks.between, between), keep(masks.head[:, None], head), keep(masks.tail[:, None], tail),
+    keep(masks.total, head[-1]), keep(masks.head[:, None], before), masks.between, halves,
   )  # fmt: skip
 
 
-def _decay_per_head(g: Float[Array, "C"]) -> Decay:
-  """between(i, j) = exp(sum of g over j < l <= i), each sum formed as a sum of its own interval."""
+def _decay_per_head(g: Float[Array, "C"]) -> tuple[Array, Array, Array]:
+  """between(i, j) = exp(sum of g over j < l <= i), each sum formed as a sum of its own interval; head; tail."""
   n = jnp.arange(len(g))
   lower = (n[:, None] >= n[None, :]).astype(g.dtype)
   terms = jnp.where(n[:, None] > n[None, :], g[:, None], 0)
   between = jnp.where(lower > 0, jnp.exp(_sums(lower, terms)), 0)
   head = jnp.exp(_sums(lower, g[:, None]))
-  return Decay(between, head, between[-1][:, None], head[-1], ())
+  return between, head, between[-1][:, None]
 
 
 def _sums(lower, x):
@@ -190,7 +226,8 @@ def _sums(lower, x):
   return jnp.matmul(alike(lower, x), jnp.maximum(x, NEGLIGIBLE), precision=lax.Precision.HIGHEST)
 
 
-def _decay_per_channel(g: Float[Array, "C K"]) -> Decay:
+def _decay_per_channel(g: Float[Array, "C K"]) -> tuple[Array, Array, tuple]:
+  """head, tail, and the products over the halves of every size."""
   upto, after = jnp.exp(g), jnp.ones_like(g)
   halves = []
   while 2 ** len(halves) < len(g):
@@ -199,7 +236,7 @@ def _decay_per_channel(g: Float[Array, "C K"]) -> Decay:
     first, second = u[:, :1, -1:], u[:, 1:, -1:]  # the products over the whole earlier and the whole later half
     upto = jnp.concatenate([u[:, :1], u[:, 1:] * first], axis=1).reshape(g.shape)
     after = jnp.concatenate([a[:, :1] * second, a[:, 1:]], axis=1).reshape(g.shape)
-  return Decay(jnp.ones((len(g), len(g)), g.dtype), upto, after, upto[-1], tuple(halves))
+  return upto, after, tuple(halves)
 
 
 def gate_pullback(g, ahead: Float[Array, "C K"], behind: Float[Array, "C K"], after: Float[Array, "C K"], total: Float[Array, "K"]):

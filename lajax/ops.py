@@ -24,11 +24,14 @@ from lajax import _shapes
 from lajax._numerics import accumulation_dtype, alike, product_precision
 from lajax.recurrence import attention as _softmax
 from lajax.recurrence import delta_rule as _delta
+from lajax.recurrence import dplr as _dplr
 from lajax.recurrence import drive
 from lajax.recurrence import linear_attention as _linear
 from lajax.recurrence import linear_recurrence as _elementwise
+from lajax.recurrence import mlstm as _mlstm
 
 Matrix = Float[Array, "B HV K V"]
+MLSTMState = tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]]
 
 CHUNK = 64  # tokens in a chunk
 DIRECT = 512  # tokens up to which attention's matrix of scores is made whole
@@ -41,6 +44,7 @@ def linear_attention(
   g: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
   *,
   scale: float | None = None,
+  bonus: Float[Array, "H K"] | None = None,
   initial_state: Matrix | None = None,
   segment_ids: Int[Array, "B T"] | None = None,
   chunk_size: int | None = None,
@@ -50,11 +54,15 @@ def linear_attention(
 
       S_t = Diag(exp g_t) S_{t-1} + k_t v_t^T ,   o_t = scale S_t^T q_t
 
+  With `bonus` u a token reads the state before its own decay and write, and its own write by u instead:
+  o_t = scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t.
+
   Args:
     q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
     v: [B T HV V].
     g: log decay (natural), <= 0: None for none, [B T HV] for one a head, [B T HV K] for one a channel of the key.
     scale: of the output; None for K^-1/2.
+    bonus: [H K], the weight of a token's own write; None to read the state after it.
     initial_state: [B HV K V], the state before the first token; None for zeros.
     segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
@@ -71,17 +79,23 @@ def linear_attention(
   Papers: no decay: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20; one a head: Sun et
   al., "Retentive Network", 2023, arXiv:2307.08621, equation 6, and Dao and Gu, "Transformers are SSMs" (Mamba-2), 2024,
   arXiv:2405.21060, equation 16; one a channel: Yang et al., "Gated Linear Attention Transformers", 2023, arXiv:2312.06635,
-  equation 3.
+  equation 3; bonus: Peng et al., "Eagle and Finch" (RWKV-6), 2024, arXiv:2404.05892, equation 19.
   """
   sizes = _shapes.check(
-    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"),
+    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"), bonus=(bonus, "H K"),
     initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
   _shapes.check_not_nan(g=g)
-  dtype, precision = accumulation_dtype(q, k, v, g, initial_state), product_precision(q, k, v)
+  dtype, precision = accumulation_dtype(q, k, v, g, bonus, initial_state), product_precision(q, k, v)
+  if bonus is not None and segment_ids is not None:  # before a product of two inputs: NaN in padding stays out of gradients
+    q, k, v = drive.blank_padding((q, k, v), segment_ids >= 0)
   tokens = _linear.Tokens(q.astype(dtype) * _scale(scale, sizes), k.astype(dtype), v.astype(dtype), _cast(g, dtype))
   state = _state(initial_state, sizes, dtype)
-  o, state = _run(_linear.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+  rule = _linear.rule if bonus is None else _linear.reading_before
+  o, state = _run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+  if bonus is not None:
+    own = (tokens.q * tokens.k * bonus.astype(dtype)).sum(-1)
+    o = o + jnp.repeat(own, sizes["HV"] // sizes["H"], axis=2)[..., None] * tokens.v
   return o.astype(v.dtype), state
 
 
@@ -206,6 +220,242 @@ def delta_rule(
   state = _state(initial_state, sizes, dtype)
   o, state = _run(_delta.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
   return o.astype(v.dtype), state
+
+
+def delta_product(
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T R H K"],
+  v: Float[Array, "B T R HV V"],
+  beta: Float[Array, "B T R HV"],
+  g: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+  *,
+  scale: float | None = None,
+  initial_state: Matrix | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  chunk_size: int | None = None,
+  impl: str = "auto",
+) -> tuple[Float[Array, "B T HV V"], Matrix]:
+  """Delta product: the state decays once a token, is corrected R times, and is read once.
+
+      S_t^0 = Diag(exp g_t) S_{t-1} ,   S_t^r = S_t^{r-1} + k_t^r (beta_t^r (v_t^r - S_t^{r-1}^T k_t^r))^T for r = 1 .. R ,
+      S_t = S_t^R ,   o_t = scale S_t^T q_t
+
+  So its transition is a product of R Householder-like factors. Computed as `delta_rule` on T R tokens.
+
+  Args:
+    q: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
+    k: [B T R H K], expected at unit length.
+    v: [B T R HV V].
+    beta: [B T R HV], write strengths, in (0, 2).
+    g: log decay (natural), <= 0: None for none, [B T HV] for one a head, [B T HV K] for one a channel of the key.
+    scale: of the output; None for K^-1/2.
+    initial_state: [B HV K V], the state before the first token; None for zeros.
+    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
+      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
+    chunk_size: delta steps (of which a token has R) in a chunk of the chunked form; None for the default, 64.
+    impl: the form, see above.
+
+  Returns:
+    o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    NotImplementedError: the named form does not exist for this.
+
+  Paper: Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products", 2025,
+  arXiv:2502.10297, equation 4.
+  """
+  sizes = _shapes.check(
+    q=(q, "B T H K"), k=(k, "B T R H K"), v=(v, "B T R HV V"), beta=(beta, "B T R HV"), g=(g, "B T HV | B T HV K"),
+    initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
+  )  # fmt: skip
+  _shapes.check_not_nan(g=g, beta=beta)
+  R = sizes["R"]
+  if R == 0:
+    raise ValueError("`k` must be [B T R H K] with R of at least 1, the corrections of a token; got R = 0.")
+  steps = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
+  alone = lambda x, r: None if x is None else steps(jnp.pad(x[:, :, None], [(0, 0), (0, 0), (r, R - 1 - r)] + [(0, 0)] * (x.ndim - 2)))
+  o, state = delta_rule(
+    alone(q, R - 1), steps(k), steps(v), steps(beta), alone(g, 0), scale=scale, initial_state=initial_state,
+    segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, R, axis=1), chunk_size=chunk_size, impl=impl,
+  )  # fmt: skip
+  return o[:, R - 1 :: R], state
+
+
+def gated_oja(
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T H K"],
+  v: Float[Array, "B T HV V"],
+  beta: Float[Array, "B T HV"],
+  g: Float[Array, "B T HV"] | Float[Array, "B T HV V"] | None = None,
+  *,
+  scale: float | None = None,
+  initial_state: Matrix | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  chunk_size: int | None = None,
+  impl: str = "auto",
+) -> tuple[Float[Array, "B T HV V"], Matrix]:
+  """Oja's rule with decay on the value side: the delta rule of the transposed state, with keys and values exchanged.
+
+      S'_t = S_{t-1} Diag(exp g_t) ,   S_t = S'_t + (k_t - S'_t v_t) (beta_t v_t)^T ,   o_t = scale S_t^T q_t
+
+  Args:
+    q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
+    v: [B T HV V], expected at unit length.
+    beta: [B T HV], write strength, in (0, 1).
+    g: log decay (natural), <= 0: None for none, [B T HV] for one a head, [B T HV V] for one a channel of the value.
+    scale: of the output; None for K^-1/2.
+    initial_state: [B HV K V], the state before the first token; None for zeros.
+    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
+      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for the default, 64.
+    impl: the form, see above.
+
+  Returns:
+    o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    NotImplementedError: the named form does not exist for this.
+
+  Paper: E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", 1982, doi:10.1007/BF00275687; as a state of fast
+  weights: Irie et al., "Images as Weight Matrices", 2022, arXiv:2210.06184, equation 6.
+  """
+  sizes = _shapes.check(
+    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), beta=(beta, "B T HV"), g=(g, "B T HV | B T HV V"),
+    initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
+  )  # fmt: skip
+  _shapes.check_not_nan(g=g, beta=beta)
+  groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
+  dtype, precision = accumulation_dtype(q, k, v, beta, g, initial_state), product_precision(q, k, v)
+  if segment_ids is not None:  # before products of two inputs, so that NaN in padding stays out of gradients too
+    k, v, beta = drive.blank_padding((k, v, beta), segment_ids >= 0)
+  v_wide, strength = v.astype(dtype), beta.astype(dtype)[..., None]
+  new = jnp.repeat(k.astype(dtype), groups, axis=2) * strength
+  tokens = _delta.Tokens(q.astype(dtype) * _scale(scale, sizes), v_wide, v_wide * strength, new, _cast(g, dtype))
+  state = jnp.swapaxes(_state(initial_state, sizes, dtype), -1, -2)
+  o, state = _run(_delta.by_rows, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+  return o.reshape(v.shape).astype(v.dtype), jnp.swapaxes(state, -1, -2)
+
+
+def dplr(
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T H K"],
+  v: Float[Array, "B T HV V"],
+  a: Float[Array, "B T H K"],
+  b: Float[Array, "B T H K"],
+  g: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+  *,
+  scale: float | None = None,
+  initial_state: Matrix | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  chunk_size: int | None = None,
+  impl: str = "auto",
+) -> tuple[Float[Array, "B T HV V"], Matrix]:
+  """Diagonal plus low-rank transition; `a` reads the state before its decay.
+
+      S_t = Diag(exp g_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T ,   o_t = scale S_t^T q_t
+
+  Args:
+    q, k, a, b: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H. For a state that stays bounded,
+      Diag(exp g) + b a^T must not lengthen; nothing checks that.
+    v: [B T HV V].
+    g: log decay (natural), <= 0: None for none (IPLR), [B T HV] for one a head, [B T HV K] for one a channel of the key.
+    scale: of the output; None for K^-1/2.
+    initial_state: [B HV K V], the state before the first token; None for zeros.
+    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
+      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for the default, 64.
+    impl: the form, see above.
+
+  Returns:
+    o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    NotImplementedError: the named form does not exist for this.
+
+  Papers: Peng et al., "RWKV-7 Goose", 2025, arXiv:2503.14456, equation 16 (a = -kappa, b = kappa iclr); Hu et al., "Comba",
+  2025, arXiv:2506.02475, equation 7 (a = p, b = -beta k).
+  """
+  sizes = _shapes.check(
+    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), a=(a, "B T H K"), b=(b, "B T H K"),
+    g=(g, "B T HV | B T HV K"), initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
+  )  # fmt: skip
+  _shapes.check_not_nan(g=g)
+  dtype, precision = accumulation_dtype(q, k, v, a, b, g, initial_state), product_precision(q, k, v, a, b)
+  wide = lambda x: x.astype(dtype)
+  tokens = _dplr.Tokens(wide(q) * _scale(scale, sizes), wide(k), wide(v), wide(a), wide(b), _cast(g, dtype))
+  state = _state(initial_state, sizes, dtype)
+  o, state = _run(_dplr.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+  return o.astype(v.dtype), state
+
+
+def mlstm(
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T H K"],
+  v: Float[Array, "B T HV V"],
+  i: Float[Array, "B T HV"],
+  f: Float[Array, "B T HV"],
+  *,
+  scale: float | None = None,
+  initial_state: MLSTMState | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  chunk_size: int | None = None,
+  impl: str = "auto",
+) -> tuple[Float[Array, "B T HV V"], MLSTMState]:
+  """Matrix LSTM with exponential gates, kept finite by a running maximum m.
+
+      m_t = max(f_t + m_{t-1}, i_t) ,   f' = exp(f_t + m_{t-1} - m_t) ,   i' = exp(i_t - m_t) ,
+      C_t = f' C_{t-1} + i' k_t v_t^T ,   n_t = f' n_{t-1} + i' k_t ,
+      o_t = scale C_t^T q_t / max(|scale n_t . q_t|, exp(-m_t))
+
+  Args:
+    q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
+    v: [B T HV V].
+    i: [B T HV], the log input gate (natural), of any sign.
+    f: [B T HV], the log forget gate (natural), <= 0: a log sigmoid.
+    scale: of q; None for K^-1/2.
+    initial_state: (C [B HV K V], n [B HV K], m [B HV]), the state before the first token; None for zeros, as an m of 0.
+    segment_ids: [B T], the document of each token. A change of id sets C, n and m to zero (the initial state belongs to the
+      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for the default, 64.
+    impl: the form, see above.
+
+  Returns:
+    o [B T HV V] in v.dtype, and the state (C, n, m) after the last real token, in float32 (float64 if an input is).
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    NotImplementedError: the named form does not exist for this.
+
+  Paper: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19 to 27 and 15.
+  """
+  C, n, m = (None, None, None) if initial_state is None else initial_state
+  sizes = _shapes.check(
+    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), i=(i, "B T HV"), f=(f, "B T HV"),
+    initial_C=(C, "B HV K V"), initial_n=(n, "B HV K"), initial_m=(m, "B HV"), segment_ids=(segment_ids, "B T", "int"),
+  )  # fmt: skip
+  _shapes.check_not_nan(i=i, f=f)
+  dtype = accumulation_dtype(q, k, v, i, f, C, n, m)
+  m = jnp.zeros((sizes["B"], sizes["HV"]), dtype) if m is None else m.astype(dtype)
+  if segment_ids is not None:
+    k, v, i, f = drive.blank_padding((k, v, i, f), segment_ids >= 0)
+  top, g, write = _mlstm.stabilise(i.astype(dtype), f.astype(dtype), m, segment_ids)
+  joined = None
+  if C is not None and n is not None:
+    joined = _mlstm.rescaled(jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m, 1)
+  values = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1) * write[..., None]
+  out, state = linear_attention(
+    q.astype(dtype), k.astype(dtype), values, g, scale=scale, initial_state=joined, segment_ids=segment_ids,
+    chunk_size=chunk_size, impl=impl,
+  )  # fmt: skip
+  o = out[..., :-1] * _mlstm.normalizer(out[..., -1:], top[..., None])
+  if segment_ids is not None:
+    o = jnp.where((segment_ids >= 0)[..., None, None], o, 0)
+  m = top[:, -1] if sizes["T"] else m
+  state = _mlstm.rescaled(state, m, -1)
+  return o.astype(v.dtype), (state[..., :-1], state[..., -1], m)
 
 
 def linear_recurrence(

@@ -128,6 +128,47 @@ def _delta_rule(rng, gate, row, s):
   return _linear_attention(rng, "none", row, s) | {"k": k, "beta": beta} | decays
 
 
+def _bonus(rng, gate, row, s):
+  inputs = _linear_attention(rng, "channel", row, s)
+  return inputs | {"bonus": _normal(rng, s.H, s.K)}
+
+
+def _gates_a_channel(rng, gate, row, s):
+  inputs = _delta_rule(rng, "channel", row, s)
+  inputs.pop("beta")
+  erase, write = rng.uniform(size=(1, s.T, s.HV, s.K)), rng.uniform(size=(1, s.T, s.HV, s.V))
+  return inputs | {"erase": erase, "write": write}
+
+
+def _gated_oja(rng, gate, row, s):
+  inputs = _linear_attention(rng, "none", row, s)
+  decays = {} if gate == "none" else {"g": ROWS[row](rng, (1, s.T, s.HV) if gate == "head" else (1, s.T, s.HV, s.V))}
+  return inputs | {"v": _unit(rng, 1, s.T, s.HV, s.V), "beta": rng.uniform(size=(1, s.T, s.HV))} | decays
+
+
+def _delta_product(rng, gate, row, s, R=2):
+  inputs = _linear_attention(rng, gate, row, s)
+  return inputs | {
+    "k": _unit(rng, 1, s.T, R, s.H, s.K),
+    "v": _normal(rng, 1, s.T, R, s.HV, s.V),
+    "beta": rng.uniform(0, 2, (1, s.T, R, s.HV)),
+  }
+
+
+def _dplr(rng, gate, row, s):
+  kappa = _unit(rng, 1, s.T, s.H, s.K)
+  inputs = _linear_attention(rng, gate, row, s)
+  return inputs | {"a": -kappa, "b": kappa * rng.uniform(size=(1, s.T, s.H, s.K))}
+
+
+def _mlstm(rng, gate, row, s):
+  """n . q is of either sign, but not near zero, where the output has a pole; exp(-m) is above it for some tokens."""
+  inputs = _normalized(rng, "none", row, s)
+  q = inputs["q"] * rng.choice([-1, 1], (1, s.T, s.H, 1))
+  i, f = 2 * _normal(rng, 1, s.T, s.HV) - 1, ROWS[row](rng, (1, s.T, s.HV))
+  return inputs | {"q": q, "i": i, "f": f, "initial_state": (*inputs["initial_state"], _normal(rng, 1, s.HV))}
+
+
 def _linear_recurrence(rng, gate, row, s):
   trailing = (s.V,) if gate == "vector" else (s.V, 12)  # [B T D], or Mamba's [B T D N]
   return {
@@ -208,6 +249,63 @@ def _correct(state, token):
   state = _decay(token, state)
   error = token["v"] - np.einsum("hkv,hk->hv", state, k)
   return state + _outer(k, token["beta"][:, None] * error)
+
+
+def _correct_channels(state, token):
+  k, state = _heads(token["k"], token["v"]), _decay(token, state)
+  error = token["write"] * token["v"] - np.einsum("hkv,hk->hv", state, token["erase"] * k)
+  return state + _outer(k, error)
+
+
+def _correct_often(state, token):
+  state = _decay(token, state)
+  for k, v, beta in zip(token["k"], token["v"], token["beta"], strict=True):
+    state = _correct(state, {"k": k, "v": v, "beta": beta})
+  return state
+
+
+def _correct_values(state, token):
+  g = token.get("g", np.zeros(1))
+  state = state * (np.exp(g)[:, None, None] if g.ndim == 1 else np.exp(g)[:, None, :])
+  v = token["v"]
+  error = _heads(token["k"], v) - np.einsum("hkv,hv->hk", state, v)
+  return state + _outer(error, token["beta"][:, None] * v)
+
+
+def _reading_before(inputs, segment_ids, scale):
+  """With a bonus, the state is read before the token's decay and write: here (state before, state after)."""
+  u = inputs["bonus"]
+
+  def read(state, token, scale):
+    q, k = token["q"], token["k"]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    own = _heads((q * u * k).sum(-1, keepdims=True), token["v"]) * token["v"]
+    return _read(state[0], token, scale) + scale * own
+
+  S = inputs["initial_state"]
+  tokens = {name: x for name, x in inputs.items() if name != "bonus"} | {"initial_state": (S, S)}
+  o, state = _scan(lambda state, token: (state[1], _add(state[1], token)), read)(tokens, segment_ids, scale)
+  return o, state[1]
+
+
+def _add_low_rank(state, token):
+  k, a, b = (_heads(token[name], token["v"]) for name in "kab")
+  return _decay(token, state) + _outer(b, np.einsum("hkv,hk->hv", state, a)) + _outer(k, token["v"])
+
+
+def _add_stabilised(state, token):
+  C, n, m = state
+  i, f, k = token["i"], token["f"], _heads(token["k"], token["v"])
+  top = np.maximum(f + m, i)
+  forget, write = np.exp(f + m - top), np.exp(i - top)
+  C = forget[:, None, None] * C + write[:, None, None] * _outer(k, token["v"])
+  return C, forget[:, None] * n + write[:, None] * k, top
+
+
+def _read_stabilised(state, token, scale):
+  C, n, m = state
+  denominator = _read(n[..., None], token, scale)
+  return _read(C, token, scale) / np.maximum(np.abs(denominator), np.exp(-m)[:, None])
 
 
 def _softmax(inputs, segment_ids, scale, window=None):
@@ -304,13 +402,33 @@ CASES = {
       for gate, rows in MATRIX_GATES
     ),
     *(Case("delta_rule", gate, _delta_rule, _scan(_correct, _read), (*rows, *KEY_ROWS)) for gate, rows in MATRIX_GATES),
+    Case(
+      "linear_attention", "bonus", _bonus, _reading_before, GATED, shared=("bonus",), untimed=("initial_state", "bonus"),
+    ),
+    Case(
+      "delta_rule", "erase_write", _gates_a_channel, _scan(_correct_channels, _read), ("plain", "mixed", "inf"),
+      options=(("beta", None),),
+    ),
+    *(
+      Case(
+        "delta_product", gate, _delta_product, _scan(_correct_often, _read), rows,
+        output=lambda arrays: (*arrays["q"].shape[:2], *arrays["v"].shape[3:]),
+      )
+      for gate, rows in (("none", ("plain",)), ("head", ("plain", "mixed", "inf")))
+    ),
+    *(
+      Case("gated_oja", gate, _gated_oja, _scan(_correct_values, _read), rows)
+      for gate, rows in (("head", ("plain", "mixed", "inf")), ("channel", GATED))
+    ),
+    *(Case("dplr", gate, _dplr, _scan(_add_low_rank, _read), rows) for gate, rows in MATRIX_GATES),
+    Case("mlstm", "head", _mlstm, _scan(_add_stabilised, _read_stabilised), GATED, cancelling=("dq", "dk")),
     _softmax_attention("none", equation=_softmax, rows=("plain",)),
     _softmax_attention("forget", equation=_softmax, rows=("plain", "mixed", "forget", "cliff", "inf", "zero")),
     _softmax_attention(
       "window_sink", equation=functools.partial(_softmax, window=7), rows=("plain",), options=(("window", 7),)
     ),
   ]
-}
+}  # fmt: skip
 
 
 CORE = (  # the cases that the fast tests run through everything; the others they run once

@@ -11,7 +11,9 @@ import lajax
 import lajax.recurrence
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 3, 6
+R = 2
 OPS = ["linear_attention", "normalized_linear_attention", "delta_rule", "linear_recurrence", "attention"]
+OPS += ["delta_product", "gated_oja", "dplr", "mlstm"]
 
 
 def ones(*shape, dtype=np.float32):
@@ -41,7 +43,15 @@ def good(op: str) -> dict:
   }
   if op == "normalized_linear_attention":
     arguments["initial_state"] = (ones(B, HV, K, V), ones(B, HV, K))
-  return arguments | ({"beta": ones(B, T, HV)} if op == "delta_rule" else {})
+  if op == "delta_product":
+    return arguments | {"k": ones(B, T, R, H, K), "v": ones(B, T, R, HV, V), "beta": ones(B, T, R, HV)}
+  if op == "dplr":
+    return arguments | {"a": ones(B, T, H, K), "b": ones(B, T, H, K)}
+  if op == "mlstm":
+    del arguments["g"]
+    memory = ones(B, HV, K, V), ones(B, HV, K), ones(B, HV)
+    return arguments | {"i": ones(B, T, HV), "f": -ones(B, T, HV), "initial_state": memory}
+  return arguments | ({"beta": ones(B, T, HV)} if op in ("delta_rule", "gated_oja") else {})
 
 
 def call(op: str, **changes):
@@ -72,6 +82,12 @@ WRONG_SIZE = [
   ("normalized_linear_attention", "k", ones(B, T, H, K + 1), ["[B T H K]", "(2, 5, 2, 4)"]),
   ("delta_rule", "beta", ones(B, T, H), ["[B T HV] = (2, 5, 4)", "(2, 5, 2)", "HV differs"]),
   ("delta_rule", "initial_state", ones(B, H, K, V), ["[B HV K V] = (2, 4, 3, 6)", "(2, 2, 3, 6)"]),
+  ("linear_attention", "bonus", ones(HV, K), ["[H K] = (2, 3)", "(4, 3)", "H differs"]),
+  ("delta_product", "k", ones(B, T, H, K), ["[B T R H K]", "rank 4"]),
+  ("delta_product", "beta", ones(B, T, R + 1, HV), ["[B T R HV] = (2, 5, 2, 4)", "(2, 5, 3, 4)", "R differs"]),
+  ("gated_oja", "g", ones(B, T, HV, K), ["[B T HV V] = (2, 5, 4, 6)", "(2, 5, 4, 3)", "V differs"]),
+  ("dplr", "a", ones(B, T, HV, K), ["[B T H K] = (2, 5, 2, 3)", "(2, 5, 4, 3)", "H differs"]),
+  ("mlstm", "f", ones(B, T, H), ["[B T HV] = (2, 5, 4)", "(2, 5, 2)", "HV differs"]),
   ("attention", "k", ones(B, T, H, K + 1), ["[B T HK K] = (2, 5, 2, 3)", "(2, 5, 2, 4)"]),
   ("attention", "sink", ones(H), ["[H] = (4)", "(2,)"]),
   ("attention", "log_forget", ones(B, T, H), ["[B T H] = (2, 5, 4)", "(2, 5, 2)"]),

@@ -90,6 +90,32 @@ def test_reference_is_the_equation(case_id, packed):
       assert error <= cases.BUDGET["float64"]["value"], f"row {n}, {name}: {error:.1e}"
 
 
+DERIVED = Shape(T=9, K=3, V=2)
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_gradients_are_those_of_the_equation(case_id):
+  """`recurrent`'s gradient along one direction, against central differences of the printed equation in numpy."""
+  case, rows, e = CASES[case_id], ("plain",), 1e-5
+  arrays = cases.inputs(case_id, DERIVED, rows)
+  rng = np.random.default_rng(0)
+  direction = {name: jax.tree.map(lambda x: rng.standard_normal(x.shape), x) for name, x in arrays.items()}
+  cts = cases.cotangents(case, arrays)
+  ids = np.array([0, 0, 0, -1, 0, 1, 1, 1, 1], np.int32)
+
+  def value(step):
+    moved = {name: jax.tree.map(lambda x, d: x + step * d, x, direction[name]) for name, x in arrays.items()}
+    row = {name: x if name in case.shared else jax.tree.map(lambda a: a[0], x) for name, x in moved.items()}
+    o, state = case.equation(row, ids, None)
+    products = jax.tree.map(lambda ct, x: (ct[0] * x).sum(), cts, (o, state))
+    return sum(jax.tree.leaves(products))
+
+  got = cases.reference(case, arrays, ids[None], cts)
+  products = [jax.tree.map(lambda d, x: (d * x).sum(), direction[name], x) for name, x in got.gradients.items()]
+  slope = (value(e) - value(-e)) / (2 * e)
+  assert abs(sum(jax.tree.leaves(products)) - slope) < 1e-7 * max(1, abs(slope))
+
+
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 LENGTHS = (1, 2, 3, 7, 15, 17, 63, 65)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from cases import CASES
 
-GATES = ("g", "f", "beta", "dt", "dt_bias", "A_log", "sink")
+GATES = ("g", "gk", "gv", "w", "f", "beta", "erase", "write", "dt", "dt_bias", "A_log", "sink")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,17 @@ def _mamba1(x, attr):
   return {"x": dt * x["Bm"][:, :, None] * x["x"][..., None], "log_a": -jnp.exp(x["A_log"]) * dt}
 
 
+def _comba(x, attr):
+  beta = x["beta"][..., None]
+  return {"q": x["q"], "k": x["k"], "v": beta * x["v"], "a": x["p"], "b": -beta * x["k"], "g": x["g"]}
+
+
+def _in_steps(x, attr):
+  """Rows of the R corrections of a token, one behind the other."""
+  R = x["beta"].shape[1] // x["q"].shape[1]
+  return x | {name: x[name].reshape(x[name].shape[0], -1, R, *x[name].shape[2:]) for name in ("k", "v", "beta")}
+
+
 ADAPTERS = {
   "linear_attn": Adapter("linear_attention-none"),
   "linear_attn_normalized": Adapter("normalized_linear_attention-none"),
@@ -79,6 +90,15 @@ ADAPTERS = {
   "gated_delta_rule": Adapter("delta_rule-head"),
   "kda": Adapter("delta_rule-channel"),
   "kda_gva": Adapter("delta_rule-channel"),
+  "gdn2": Adapter("delta_rule-erase_write"),
+  "delta_product_nogate": Adapter("delta_product-none", _in_steps),
+  "gated_delta_product": Adapter("delta_product-head", _in_steps),
+  "gated_oja_rule": Adapter("gated_oja-channel", _rename(gv="g")),
+  "iplr": Adapter("dplr-none"),
+  "dplr": Adapter("dplr-channel", _rename(gk="g")),
+  "rwkv7": Adapter("dplr-channel", _rename(r="q", w="g")),
+  "comba": Adapter("dplr-head", _comba),
+  "rwkv6": Adapter("linear_attention-bonus", _rename(r="q", w="g", u="bonus")),
   "softmax_attn_gqa": Adapter("attention-none"),
   "softmax_attn_gqa_window_sink": Adapter("attention-window_sink"),
   "forgetting_attn": Adapter("attention-forget", _rename(g="log_forget")),
@@ -90,7 +110,7 @@ STATES = {"h0": "ht", "z0": "zt"}
 
 def test_no_file_is_missing():
   assert {name.split("__")[0] for name in FILES} == set(ADAPTERS)
-  assert len(FILES) == 67
+  assert len(FILES) == 105
 
 
 @functools.cache
@@ -159,6 +179,10 @@ class Stacked:
     cut = [x[p.sequence] for p in self.rows]
     return self.stack([c[heads_of(c, 0, p, self.heads)] for c, p in zip(cut, self.rows, strict=True)], shape)
 
+  @staticmethod
+  def shared(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return np.pad(x, [(0, size - own) for size, own in zip(shape, x.shape, strict=True)])
+
   def put_timed(self, out: np.ndarray, rows: np.ndarray):
     for p, row in zip(self.rows, rows, strict=False):
       view = out[p.entry, p.tokens]
@@ -176,7 +200,7 @@ class AsStored:
   """The same at the file's own shape."""
 
   ids = None
-  timed = state = staticmethod(lambda x, shape: x)
+  timed = state = shared = staticmethod(lambda x, shape: x)
 
   @staticmethod
   def put_timed(out, rows):
@@ -205,11 +229,12 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
   case = CASES[adapter.case]
   values = {k: x for k, x in file["in"].items() if k not in STATES}
   states = [k for k in STATES if STATES[k] in file["out"]]
-  width = cases.Shape().K if stacked else values.get("q", values.get("Cm", np.zeros(1))).shape[-1]
+  stacked = stacked and case.op != "delta_product"  # whose keys have another axis before the heads
 
   call = adapter.arguments and (lambda x: adapter.arguments(x, file["attr"]))
   arguments, pull_arguments = vjp(call, values)
   if "q" in arguments:  # the op will multiply by width^-1/2, where the method has a scale of its own
+    width = cases.Shape().K if stacked else arguments["q"].shape[-1]
     factor = file["attr"]["scale"] * width**0.5
     arguments = arguments | {"q": arguments["q"] * factor}
   o = np.zeros(case.output(arguments))
@@ -233,7 +258,7 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
     shape = lambda x: x.shape[1:]
     rows = {k: form.timed(x, shape(base[k])) for k, x in timed.items()}
     own = {k: heads_of(x, 0, group[0], heads) if stacked else ... for k, x in shared.items()}
-    rows |= {k: x[own[k]] for k, x in shared.items()}
+    rows |= {k: form.shared(x[own[k]], base[k].shape) for k, x in shared.items()}
     state_cts = ()
     if states:
       like = [shape(x) for x in jax.tree.leaves(base["initial_state"])]
@@ -246,7 +271,8 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
     for k in timed:
       form.put_timed(gradients[k], got.gradients[k])
     for k in shared:
-      gradients[k][own[k]] = got.gradients[k]
+      view = gradients[k][own[k]]
+      view[...] = got.gradients[k][tuple(map(slice, view.shape))]
     for n in range(len(states)):
       form.put_state(out_states[n], jax.tree.leaves(got.state)[n])
       form.put_state(state_gradients[n], jax.tree.leaves(got.gradients["initial_state"])[n])

@@ -2,16 +2,24 @@
 
 from lajax.recurrence.attention import attend
 from lajax.recurrence.steps import (
+  delta_product_step,
   delta_rule_step,
+  dplr_step,
+  gated_oja_step,
   linear_attention_step,
   linear_recurrence_step,
+  mlstm_step,
   normalized_linear_attention_step,
 )
 
 __all__ = [
   "attend",
+  "delta_product_step",
   "delta_rule_step",
+  "dplr_step",
+  "gated_oja_step",
   "linear_attention_step",
   "linear_recurrence_step",
+  "mlstm_step",
   "normalized_linear_attention_step",
 ]

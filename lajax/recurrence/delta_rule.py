@@ -57,10 +57,16 @@ class _Solved(NamedTuple):
   U: Float[Array, "C V"]
 
 
-def _solve(x: Tokens, d: Decay, precision) -> _Solved:
+def _inverse(x: Tokens, d: Decay, precision) -> tuple[Array, Array, Array]:
+  """T, W and U."""
   T = unit_lower_inverse(d.scores(x.r, x.k, precision, diagonal=False))
   both = jnp.matmul(T, jnp.concatenate([x.r * d.head, x.u], axis=-1), precision=precision)
-  return _Solved(d.scores(x.q, x.k, precision, diagonal=True), T, both[:, : x.r.shape[-1]], both[:, x.r.shape[-1] :])
+  return T, both[:, : x.r.shape[-1]], both[:, x.r.shape[-1] :]
+
+
+def _solve(x: Tokens, d: Decay, precision) -> _Solved:
+  inverse = _inverse(x, d, precision)
+  return _Solved(d.scores(x.q, x.k, precision, diagonal=True), *inverse)
 
 
 def _chunk(x: Tokens, masks: Masks | None, precision) -> Chunk:
@@ -105,3 +111,84 @@ def _pullback(x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstat
 
 
 rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback)
+
+
+# --- read by rows ----------------------------------------------------------------------------------------------------
+#
+# The same state, read as o = S q: q is as wide as the values, o as the keys, and it is the OUTPUT that decays channel by channel:
+#     o_i = head_i * (S q_i) + sum_j (q_i . v'_j) between(i, j) * k_j
+# With S^T for S this is Oja's rule, whose decay stands on the value side.
+
+
+def _step_by_rows(state, x: Tokens):
+  state, _ = _step(state, x._replace(q=jnp.zeros_like(x.k)))
+  return state, _read_rows(None, state, x)
+
+
+def _read_rows(before, after, x: Tokens):
+  return (after * x.q[None, :]).sum(1)
+
+
+class _Reads(NamedTuple):
+  """What the outputs of a chunk need beside the state."""
+
+  q: Float[Array, "C V"]
+  k: Float[Array, "C K"]
+  W: Float[Array, "C K"]
+  U: Float[Array, "C V"]
+  decay: Decay
+
+
+def _chunk_by_rows(x: Tokens, masks: Masks | None, precision) -> Chunk:
+  d = decay(x.g, len(x.k), x.k.dtype, masks)
+  _, W, U = _inverse(x, d, precision)
+  written = transposed(x.k * d.tail)
+  full = partial(jnp.matmul, precision=precision)
+  A = _diagonal(d.total, x.k) - full(written, W)
+  return Chunk(A, full(written, U), _Reads(x.q, x.k, W, U, d), jnp.zeros_like(x.k))
+
+
+def _respond_by_rows(x: _Reads, state: Array, precision) -> Array:
+  full = partial(jnp.matmul, precision=precision)
+  scores = full(x.q, (x.U - full(x.W, state)).T)
+  own = jnp.diagonal(scores)[:, None] * x.k
+  return full(x.q, state.T) * x.decay.head + x.decay.scores_pullback(scores, x.k, x.k, precision)[0] + own
+
+
+def _begin_pullback_by_rows(x: Tokens, masks: Masks | None, do: Array, precision):
+  d = decay(x.g, len(x.k), x.k.dtype, masks)
+  full = partial(jnp.matmul, precision=precision)
+  solved = _inverse(x, d, precision)
+  _, W, _ = solved
+  dscores = d.scores(do, x.k, precision, diagonal=True)
+  dvalues = full(transposed(dscores), x.q)
+  A = _diagonal(d.total, x.k) - full(transposed(x.k * d.tail), W)
+  D = full(transposed(do * d.head), x.q) - full(transposed(W), dvalues)
+  return Affine(A, D), (*solved, dscores, dvalues)
+
+
+def _pullback_by_rows(x: Tokens, masks: Masks | None, kept, state: Array, dstate: Array, do: Array, precision) -> Tokens:
+  T, W, U, dscores, dvalues = kept
+  q, k, r = x.q, x.k, x.r
+  d = decay(x.g, len(k), k.dtype, masks)
+  full = partial(jnp.matmul, precision=precision)
+  values = U - full(W, state)
+  scores = full(q, values.T)
+  reads, dk_reads = d.scores_pullback(scores, do, k, precision)
+  reads += full(q, state.T) * d.head
+  du = full(transposed(T), dvalues + full(k * d.tail, dstate))
+  dr, dk_errors = d.scores_pullback(-full(du, values.T), r, k, precision)
+  dr -= full(du, state.T) * d.head
+  dk_state = full(values, dstate.T) * d.tail
+  dk_pairs = dk_reads + dk_errors
+  dg = None
+  if x.g is not None:
+    total = d.total * (state * dstate).sum(-1)
+    dg = gate_pullback(x.g, do * reads + r * dr, k * dk_pairs, k * dk_state, total)
+  dq = full(dscores, values) + full(do * d.head, state)
+  return Tokens(dq, dk_pairs + dk_state + jnp.diagonal(scores)[:, None] * do, dr, du, dg)
+
+
+by_rows = Rule(
+  _step_by_rows, _lift, _read_rows, _chunk_by_rows, _begin_pullback_by_rows, _pullback_by_rows, _respond_by_rows
+)

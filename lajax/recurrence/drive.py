@@ -104,7 +104,7 @@ def blank_padding(tokens, real: Bool[Array, "B T"]):
   return jax.tree.map(blank, tokens)
 
 
-def _before(runs: Int[Array, "B T"]) -> Int[Array, "B T"]:
+def run_before(runs: Int[Array, "B T"]) -> Int[Array, "B T"]:
   """The run of the token before each; the initial state belongs to the first run."""
   return jnp.concatenate([jnp.zeros_like(runs[:, :1]), runs[:, :-1]], axis=1)
 
@@ -197,7 +197,7 @@ def _token_major(heads: _Heads, tokens, runs):
     return x.reshape(x.shape[0], heads.B * heads.H, *x.shape[3:])
 
   xs = jax.tree.map(flat, tokens)
-  return xs, None if runs is None else jnp.repeat((runs != _before(runs)).T, heads.H, axis=1)
+  return xs, None if runs is None else jnp.repeat((runs != run_before(runs)).T, heads.H, axis=1)
 
 
 def _batch_major(heads: _Heads, o: Array) -> Array:
@@ -366,7 +366,7 @@ class _Sweep(NamedTuple):
     if runs is None:
       return None
     cut = lambda x: jnp.moveaxis(self._slice(x, n).reshape(heads.B, self.plan.M, self.plan.C), 1, 0)
-    return jax.tree.map(lambda x: jnp.repeat(cut(x), heads.H, axis=1).reshape(-1, self.plan.C), (runs, _before(runs)))
+    return jax.tree.map(lambda x: jnp.repeat(cut(x), heads.H, axis=1).reshape(-1, self.plan.C), (runs, run_before(runs)))
 
   def _masks(self, runs):
     return None if runs is None else segment_masks(runs[0], runs[1][0])

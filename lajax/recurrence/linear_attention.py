@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lajax._numerics import Masks, decay, gate_pullback, transposed
+from lajax._numerics import Decay, Masks, decay, following, gate_pullback, preceding, transposed
 from lajax.recurrence.drive import Affine, Chunk, Rule
 
 
@@ -33,6 +33,10 @@ def _step(state, x: Tokens):
   return state, _read(None, state, x)
 
 
+def _step_reading_before(state, x: Tokens):
+  return _step(state, x)[0], _read_before(state, None, x)
+
+
 def _lift(x: Tokens) -> Affine:
   return Affine(token_decay(x.g, x.k), x.k[:, None] * x.v[None, :])
 
@@ -41,35 +45,64 @@ def _read(before, after, x: Tokens):
   return (after * x.q[:, None]).sum(0)
 
 
+def _read_before(before, after, x: Tokens):
+  return (before * x.q[:, None]).sum(0)
+
+
 # --- chunks: everything below is about the arrays of one chunk of C tokens of one head --------------------------------
+#
+# `before`: the token reads the state before its own decay and write.
 
 
-def _chunk(x: Tokens, masks: Masks | None, precision) -> Chunk:
+def _scores(before: bool, d: Decay, x: Tokens, precision) -> Array:
+  return d.scores_before(x.q, x.k, precision) if before else d.scores(x.q, x.k, precision, diagonal=True)
+
+
+def _reads(before: bool, d: Decay, x: Tokens) -> Array:
+  """What reads the chunk's first state."""
+  return x.q * (d.before if before else d.head)
+
+
+def _chunk(before: bool, x: Tokens, masks: Masks | None, precision) -> Chunk:
   d = decay(x.g, len(x.k), x.k.dtype, masks)
   full = partial(jnp.matmul, precision=precision)
-  scores = d.scores(x.q, x.k, precision, diagonal=True)
-  return Chunk(d.total, full(transposed(x.k * d.tail), x.v), x.q * d.head, full(scores, x.v))
+  scores = _scores(before, d, x, precision)
+  return Chunk(d.total, full(transposed(x.k * d.tail), x.v), _reads(before, d, x), full(scores, x.v))
 
 
-def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
+def _begin_pullback(before: bool, x: Tokens, masks: Masks | None, do: Array, precision):
   d = decay(x.g, len(x.k), x.k.dtype, masks)
-  return Affine(d.total, jnp.matmul(transposed(x.q * d.head), do, precision=precision)), ()
+  return Affine(d.total, jnp.matmul(transposed(_reads(before, d, x)), do, precision=precision)), ()
 
 
-def _pullback(x: Tokens, masks: Masks | None, kept, state: Array, dstate: Array, do: Array, precision) -> Tokens:
+def _pullback(before: bool, x: Tokens, masks: Masks | None, kept, state, dstate, do: Array, precision) -> Tokens:
   q, k, v = x.q, x.k, x.v
   d = decay(x.g, len(k), k.dtype, masks)
   full = partial(jnp.matmul, precision=precision)
-  scores = d.scores(q, k, precision, diagonal=True)
-  dq_pairs, dk_pairs = d.scores_pullback(full(do, v.T), q, k, precision)
-  dq_state, dk_state = full(do, state.T) * d.head, full(v, dstate.T) * d.tail
-  dv = full(transposed(scores), do) + full(k * d.tail, dstate)
-  own = (do * v).sum(-1, keepdims=True)  # the diagonal of the scores' cotangent: no decay stands between a token and itself
+  dscores = full(do, v.T)
+  dk_state = full(v, dstate.T) * d.tail
+  dv = full(transposed(_scores(before, d, x, precision)), do) + full(k * d.tail, dstate)
+  # The pairs between which no decay stands are apart: a token with itself, or with the one that reads before the next.
+  if before:
+    dq, dk = d.scores_before_pullback(dscores, q, k, precision)
+    dq += full(do, state.T) * d.before
+    own = d.neighbours((following(do) * v).sum(-1, keepdims=True))
+    ahead, dq_own, dk_own = following(q * dq), preceding(own * k), own * following(q)
+  else:
+    dq, dk = d.scores_pullback(dscores, q, k, precision)
+    dq += full(do, state.T) * d.head
+    own = (do * v).sum(-1, keepdims=True)
+    ahead, dq_own, dk_own = q * dq, own * k, own * q
   dg = None
   if x.g is not None:
-    total = d.total * (state * dstate).sum(-1)
-    dg = gate_pullback(x.g, q * (dq_pairs + dq_state), k * dk_pairs, k * dk_state, total)
-  return Tokens(dq_pairs + dq_state + own * k, dk_pairs + dk_state + own * q, dv, dg)
+    dg = gate_pullback(x.g, ahead, k * dk, k * dk_state, d.total * (state * dstate).sum(-1))
+  return Tokens(dq + dq_own, dk + dk_state + dk_own, dv, dg)
 
 
-rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback)
+def _rule(before: bool) -> Rule:
+  step, read = (_step_reading_before, _read_before) if before else (_step, _read)
+  return Rule(step, _lift, read, *(partial(f, before) for f in (_chunk, _begin_pullback, _pullback)))
+
+
+rule = _rule(before=False)
+reading_before = _rule(before=True)  # o = scale S_{t-1}^T q

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from lajax import _shapes
 from lajax._numerics import accumulation_dtype
-from lajax.recurrence import delta_rule, linear_attention, linear_recurrence
+from lajax.recurrence import delta_rule, dplr, linear_attention, linear_recurrence, mlstm
 
 Matrix = Float[Array, "B HV K V"]
 
@@ -22,15 +22,22 @@ def linear_attention_step(
   g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None = None,
   *,
   scale: float | None = None,
+  bonus: Float[Array, "H K"] | None = None,
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
-  """One token of `lajax.linear_attention`: S = Diag(exp g) S + k v^T, o = scale S^T q."""
+  """One token of `lajax.linear_attention`: S = Diag(exp g) S + k v^T, o = scale S^T q, or with a bonus u
+  o = scale (S + Diag(u) k v^T)^T q of the state before."""
   sizes = _shapes.check(
-    q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), g=(g, "B HV | B HV K"), state=(state, "B HV K V")
-  )
-  dtype = accumulation_dtype(q, k, v, g, state)
+    q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), g=(g, "B HV | B HV K"), bonus=(bonus, "H K"),
+    state=(state, "B HV K V"),
+  )  # fmt: skip
+  dtype = accumulation_dtype(q, k, v, g, bonus, state)
   wide = _heads(sizes, dtype)
   tokens = linear_attention.Tokens(wide(q) * _scale(scale, sizes), wide(k), wide(v), wide(g))
-  return _step(linear_attention.rule, state.astype(dtype), tokens, v.dtype)
+  if bonus is None:
+    return _step(linear_attention.rule, state.astype(dtype), tokens, v.dtype)
+  state, o = _step(linear_attention.reading_before, state.astype(dtype), tokens, dtype)
+  own = (tokens.q * tokens.k * wide(bonus[None])).sum(-1, keepdims=True)
+  return state, (o + own * tokens.v).astype(v.dtype)
 
 
 def normalized_linear_attention_step(
@@ -75,6 +82,106 @@ def delta_rule_step(
   w = wide(write) if beta is None else wide(beta)[..., None]
   tokens = delta_rule.Tokens(wide(q) * _scale(scale, sizes), wide(k), wide(k) * b, wide(v) * w, wide(g))
   return _step(delta_rule.rule, state.astype(dtype), tokens, v.dtype)
+
+
+def delta_product_step(
+  state: Matrix,
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B R H K"],
+  v: Float[Array, "B R HV V"],
+  beta: Float[Array, "B R HV"],
+  g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None = None,
+  *,
+  scale: float | None = None,
+) -> tuple[Matrix, Float[Array, "B HV V"]]:
+  """One token of `lajax.delta_product`: S = Diag(exp g) S, then R delta steps, then o = scale S^T q."""
+  sizes = _shapes.check(
+    q=(q, "B H K"), k=(k, "B R H K"), v=(v, "B R HV V"), beta=(beta, "B R HV"), g=(g, "B HV | B HV K"),
+    state=(state, "B HV K V"),
+  )  # fmt: skip
+  dtype = accumulation_dtype(q, k, v, beta, g, state)
+  wide = _heads(sizes, dtype)
+  state, k = state.astype(dtype), jnp.stack([wide(k[:, r]) for r in range(sizes["R"])], axis=1)
+  state = jax.vmap(jax.vmap(linear_attention.decay_state))(wide(g), state)
+
+  def correct(state, x):
+    k, v, beta = x
+    error = beta[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", state, k, precision="highest"))
+    return state + k[..., :, None] * error[..., None, :], None
+
+  first = lambda x: jnp.moveaxis(x.astype(dtype), 1, 0)
+  state, _ = jax.lax.scan(correct, state, (first(k), first(v), first(beta)))
+  o = (state * (wide(q) * _scale(scale, sizes))[..., None]).sum(-2)
+  return state, o.astype(v.dtype)
+
+
+def gated_oja_step(
+  state: Matrix,
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  beta: Float[Array, "B HV"],
+  g: Float[Array, "B HV"] | Float[Array, "B HV V"] | None = None,
+  *,
+  scale: float | None = None,
+) -> tuple[Matrix, Float[Array, "B HV V"]]:
+  """One token of `lajax.gated_oja`: S = S Diag(exp g) ; S = S + (k - S v) (beta v)^T, o = scale S^T q."""
+  sizes = _shapes.check(
+    q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), beta=(beta, "B HV"), g=(g, "B HV | B HV V"), state=(state, "B HV K V")
+  )
+  dtype = accumulation_dtype(q, k, v, beta, g, state)
+  wide = _heads(sizes, dtype)
+  strength = wide(beta)[..., None]
+  tokens = delta_rule.Tokens(wide(q) * _scale(scale, sizes), wide(v), wide(v) * strength, wide(k) * strength, wide(g))
+  turned, o = _step(delta_rule.by_rows, jnp.swapaxes(state.astype(dtype), -1, -2), tokens, v.dtype)
+  return jnp.swapaxes(turned, -1, -2), o
+
+
+def dplr_step(
+  state: Matrix,
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  a: Float[Array, "B H K"],
+  b: Float[Array, "B H K"],
+  g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None = None,
+  *,
+  scale: float | None = None,
+) -> tuple[Matrix, Float[Array, "B HV V"]]:
+  """One token of `lajax.dplr`: S = Diag(exp g) S + b (S^T a)^T + k v^T, o = scale S^T q."""
+  sizes = _shapes.check(
+    q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), a=(a, "B H K"), b=(b, "B H K"), g=(g, "B HV | B HV K"),
+    state=(state, "B HV K V"),
+  )  # fmt: skip
+  dtype = accumulation_dtype(q, k, v, a, b, g, state)
+  wide = _heads(sizes, dtype)
+  tokens = dplr.Tokens(wide(q) * _scale(scale, sizes), wide(k), wide(v), wide(a), wide(b), wide(g))
+  return _step(dplr.rule, state.astype(dtype), tokens, v.dtype)
+
+
+def mlstm_step(
+  state: tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]],
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  i: Float[Array, "B HV"],
+  f: Float[Array, "B HV"],
+  *,
+  scale: float | None = None,
+) -> tuple[tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]], Float[Array, "B HV V"]]:
+  """One token of `lajax.mlstm`: C = f' C + i' k v^T, n = f' n + i' k, o = scale C^T q / max(|scale n.q|, exp(-m))."""
+  C, n, m = state
+  _shapes.check(
+    v=(v, "B HV V"), i=(i, "B HV"), f=(f, "B HV"), C=(C, "B HV K V"), n=(n, "B HV K"), m=(m, "B HV")
+  )  # fmt: skip
+  dtype = accumulation_dtype(q, k, v, i, f, C, n, m)
+  top, g, write = (x[:, 0] for x in mlstm.stabilise(i.astype(dtype)[:, None], f.astype(dtype)[:, None], m.astype(dtype), None))
+  values = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1) * write[..., None]
+  joined = mlstm.rescaled(jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m.astype(dtype), 1)
+  joined, out = linear_attention_step(joined, q, k, values, g, scale=scale)
+  o = out[..., :-1] * mlstm.normalizer(out[..., -1:], top[..., None])
+  joined = mlstm.rescaled(joined, top, -1)
+  return (joined[..., :-1], joined[..., -1], top), o.astype(v.dtype)
 
 
 def linear_recurrence_step(

@@ -1,0 +1,62 @@
+"""The gates of the matrix LSTM, as the decays and weights of linear attention: relative to a running maximum m.
+
+    m_t = max(f_t + m_{t-1}, i_t) ,   f' = exp(f_t + m_{t-1} - m_t) ,   i' = exp(i_t - m_t)
+
+Outputs do not depend on m, only on C exp(m) and n exp(m). So derivatives do not pass through it, where they would be small
+differences of large terms: `rescaled` gives back what they are in the state that comes in, and in the one that goes out.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from lajax._numerics import NEGLIGIBLE
+from lajax.recurrence.drive import run_before, segments
+
+LARGEST = 60.0  # of m where exp(m) is formed: beyond it the other side of the minimum is the smaller one
+
+
+def stabilise(
+  i: Float[Array, "B T HV"], f: Float[Array, "B T HV"], m: Float[Array, "B HV"], segment_ids: Int[Array, "B T"] | None
+) -> tuple[Array, Array, Array]:
+  """The running maximum behind each token, log f' <= 0, and i', each [B T HV]; a new document begins with m = 0."""
+  i, f = jnp.maximum(i, NEGLIGIBLE), jnp.maximum(f, NEGLIGIBLE)
+  first = None
+  if segment_ids is not None:
+    runs, real = segments(segment_ids)
+    first = (runs != run_before(runs))[..., None]
+    i = jnp.where(real[..., None], i, NEGLIGIBLE)  # padding writes nothing and raises no maximum
+  top = _running_maximum(i, f, m, first)
+  fixed = lax.stop_gradient(top)
+  before = jnp.concatenate([lax.stop_gradient(m)[:, None], fixed[:, :-1]], axis=1)
+  before = before if first is None else jnp.where(first, 0, before)
+  return top, f + before - fixed, jnp.exp(i - fixed)
+
+
+@jax.jit
+def _running_maximum(i, f, m, first):
+  """By associative scan of the maps m -> max(c + m, d): no sum is formed but those of intervals."""
+
+  def join(x, y):
+    return x[0] + y[0], jnp.maximum(y[0] + x[1], y[1])
+
+  if first is None:
+    c, d = f, i
+  else:
+    c, d = jnp.where(first, NEGLIGIBLE, f), jnp.where(first, jnp.maximum(f, i), i)
+  c, d = lax.associative_scan(join, (c, d), axis=1)
+  return jnp.maximum(c + m[:, None], d)
+
+
+def rescaled(state: Float[Array, "B HV K V"], m: Float[Array, "B HV"], sign: int) -> Float[Array, "B HV K V"]:
+  """The state as it is, with the derivatives of state * exp(sign m)."""
+  return state * jnp.exp(sign * (m - lax.stop_gradient(m)))[..., None, None]
+
+
+def normalizer(denominator: Array, m: Array) -> Array:
+  """1 / max(|denominator|, exp(-m)), as the smaller of 1 / |denominator| and exp(m): finite, and so are its gradients."""
+  size = jnp.abs(denominator)
+  zero = size == 0
+  inverse = jnp.where(zero, jnp.inf, 1 / jnp.where(zero, 1, size))
+  return jnp.minimum(inverse, lax.stop_gradient(jnp.exp(jnp.minimum(m, LARGEST))))
