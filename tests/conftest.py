@@ -4,14 +4,44 @@ Tests in float64 enter `jax.enable_x64(True)` themselves (`cases.evaluate` does)
 never set for the process, so that a test of float32 runs exactly what a user runs.
 """
 
+import contextlib
+import ctypes
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: an installed CUDA plug-in then stays silent
-
-import lajax  # noqa: F401, I001  (before the CPU client starts: its guard against the hang of jaxlib 0.10 sets a flag)
 import hypothesis
-import jax
 import pytest
+
+
+def has_driver() -> bool:
+  try:
+    ctypes.CDLL("libcuda.so.1")
+  except OSError:
+    return False
+  return True
+
+
+@contextlib.contextmanager
+def quiet_plugin():
+  """Without a driver, JAX does not look for GPUs, and the notes of an installed CUDA plug-in's libraries are dropped."""
+  if has_driver():
+    yield
+    return
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  stderr = os.dup(2)
+  with open(os.devnull, "w") as nowhere:
+    os.dup2(nowhere.fileno(), 2)
+  try:
+    yield
+  finally:
+    os.dup2(stderr, 2)
+    os.close(stderr)
+
+
+with quiet_plugin():
+  import lajax  # noqa: F401, I001  (before the CPU client starts: its guard against the hang of jaxlib 0.10 sets a flag)
+  import jax
+
+  jax.devices()
 
 hypothesis.settings.register_profile(
   "lajax",

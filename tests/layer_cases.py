@@ -51,6 +51,14 @@ CASES = (
   _case("LinearAttention-exp", L.LinearAttention, 2, 8, feature_map="exp"),
   _case("LinearAttention-taylor2", L.LinearAttention, 2, 4, feature_map="taylor2", expand_v=2),
   _case("LinearAttention-sum", L.LinearAttention, 2, 8, feature_map="identity", normalize=False),
+  _case("Performer", L.Performer, 2, 8, num_features=20),
+  _case("CosFormer", L.CosFormer, 2, 8, max_length=3 * T),
+  _case("Based", L.Based, 2, 4, expand_v=2),
+  _case("ReBased", L.ReBased, 2, 4, expand_v=2),
+  _case("Hedgehog", L.Hedgehog, 2, 8),
+  _case("Lightning", L.Lightning, 2, 8, layer_index=1, num_layers=4, expand_v=2),
+  _case("HGRN", L.HGRN, width=24, lower_bound=0.3, conv_size=2),
+  _case("HGRN2", L.HGRN2, 2, 8, lower_bound=0.3),
   _case("RetNet", L.RetNet, 2, 8, plain=True),
   _case("GLA", L.GLA, 2, 8, plain=True),
   _case("GLA-conv", L.GLA, 2, 8, gate_rank=3, conv_size=4, use_gate=False, expand_v=2),
@@ -62,8 +70,21 @@ CASES = (
   _case("GatedDeltaNet-grouped", L.GatedDeltaNet, 2, 8, num_v_heads=4, expand_v=1.5, allow_negative_eigenvalues=True),
   _case("KimiDeltaAttention", L.KimiDeltaAttention, 2, 8, plain=True),
   _case("KimiDeltaAttention-bounded", L.KimiDeltaAttention, 2, 8, num_v_heads=4, lower_bound=-5.0, gate_rank=3),
+  _case("Mamba", L.Mamba, 12, state_dim=4, dt_rank=3, inner_norm=True),
+  _case("RGLRU", L.RGLRU, 4),
+  _case("GriffinBlock", L.GriffinBlock, 12, 3),
+  _case("ForgettingAttention", L.ForgettingAttention, 2, 8, num_kv_heads=1, max_length=2 * T, qk_norm=True, output_gate=True),
+  _case("MLA", L.MLA, 2, 6, kv_rank=5, rope_dim=4, value_dim=7, max_length=2 * T, rope_theta=100.0),
+  _case("DeltaProduct", L.DeltaProduct, 2, 8),
+  _case("GatedDeltaNet2", L.GatedDeltaNet2, 2, 8, gate_rank=3),
+  _case("GatedOja", L.GatedOja, 2, 8, gate_rank=3),
+  _case("Comba", L.Comba, 2, 8),
+  _case("MLSTM", L.MLSTM, 2, 8),
+  _case("RWKV6", L.RWKV6, 2, 8, decay_rank=4, shift_rank=3),
+  _case("RWKV7", L.RWKV7, 2, 8, decay_rank=4, iclr_rank=3, gate_rank=5),
 )  # fmt: skip
 PLAIN = tuple(case for case in CASES if case.plain)
+EACH = tuple({case.layer.func: case for case in reversed(CASES)}.values())[::-1]  # the first row of every class
 
 
 def abstract(case: Case, **options):

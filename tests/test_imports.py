@@ -31,9 +31,11 @@ ALLOWED = {
   "pallas": BASE,
   "ops": BASE | {"recurrence", "pallas"},
   "tasks": BASE,
-  "layers": BASE | {"recurrence", "ops"},
+  "cost": BASE,
+  "bidirectional": BASE | {"recurrence", "ops"},
+  "layers": BASE | {"recurrence", "ops", "bidirectional"},
   "models": BASE | {"recurrence", "ops", "layers"},
-  "__init__": BASE | {"ops", "recurrence"},
+  "__init__": BASE | {"ops", "recurrence", "bidirectional"},
 }
 
 

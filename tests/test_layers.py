@@ -129,7 +129,9 @@ def test_padding_is_inert(case):
   nothing = m.with_gradients(m.x, state, np.full((B, T), -1), m.dy, dstate)
   jax.tree.map(np.testing.assert_array_equal, nothing.state, state)
   assert not nothing.y.any()
-  jax.tree.map(np.testing.assert_array_equal, nothing.dstate, dstate)
+  # The maximum that mLSTM's state is relative to gets two products that cancel: one rounding of them may remain.
+  rounding = 1e-14 if case.name == "MLSTM" else 0
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), nothing.dstate, dstate)
   jax.tree.map(np.testing.assert_array_equal, m.with_gradients(m.x, m.init, np.full((B, T), -1)).state, m.init)
 
 

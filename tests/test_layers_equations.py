@@ -13,6 +13,7 @@ from layer_cases import CASES, QUICK, Case, D, abstract, values
 import lajax.layers as L
 
 T = 7
+EPS = 1e-10  # in the denominator of normalized_linear_attention: it shows where weights are small
 ROWS = {case.name: case for case in CASES}
 
 sigmoid = lambda x: 1 / (1 + np.exp(-x))
@@ -115,6 +116,73 @@ def unnormalized(layer, x):
   return recur(p["q"], p["k"], p["v"], scale=1)
 
 
+def performer(layer, x):
+  p, w = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8)]), np.asarray(layer.projection)
+  phi = lambda x: np.exp(x @ w / 8**0.25 - (x * x).sum(-1, keepdims=True) / (2 * 8**0.5))
+  return recur_normalized(phi(p["q"]), phi(p["k"]), p["v"])
+
+
+def cosformer(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8)])
+  o = np.zeros_like(p["v"])
+  for t in range(T):
+    for h in range(2):
+      relu = lambda x: np.maximum(x, 0)
+      w = [relu(p["q"][t, h]) @ relu(p["k"][j, h]) * np.cos(np.pi * (t - j) / (2 * layer.max_length)) for j in range(t + 1)]
+      o[t, h] = w @ p["v"][: t + 1, h] / (np.sum(w) + EPS)
+  return o
+
+
+def rebased(layer, x):
+  p = parts(layer, x, [("q", 2, 4), ("k", 2, 4), ("v", 2, 8)])
+  standard = lambda x: (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+  affine = lambda norm, x: standard(x) * np.asarray(norm.scale) + np.asarray(norm.bias)
+  q, k, o = affine(layer.q_norm, p["q"]), affine(layer.k_norm, p["k"]), np.zeros_like(p["v"])
+  for t in range(T):
+    for h in range(2):
+      w = (k[: t + 1, h] @ q[t, h]) ** 2 / 4
+      o[t, h] = w @ p["v"][: t + 1, h] / (w.sum() + EPS)
+  return o
+
+
+def hedgehog(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8)])
+
+  def phi(x, weight):
+    y = np.einsum("thk,hkf->thf", x, np.asarray(weight))
+    e = np.exp(np.concatenate([y, -y], axis=-1))
+    return e / e.sum(-1, keepdims=True)
+
+  return recur_normalized(phi(p["q"], layer.q_map), phi(p["k"], layer.k_map), p["v"], EPS)
+
+
+def recur_normalized(q, k, v, eps=0.0):
+  both = recur(q, k, np.concatenate([v, np.ones_like(v[..., :1])], axis=-1), scale=1)
+  return both[..., :-1] / (both[..., -1:] + eps)
+
+
+def lightning(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 16), ("gate", 32)])
+  slopes = np.array([2.0**-4, 2.0**-8]) * (1 - 1 / (4 - 1 + 1e-5) + 1e-5)
+  o = recur(silu(p["q"]), silu(p["k"]), silu(p["v"]), np.broadcast_to(np.exp(-slopes), (T, 2)))
+  return rms(o.reshape(T, -1), np.asarray(layer.norm.weight)) * sigmoid(p["gate"])
+
+
+def hgrn(layer, x):
+  p = parts(layer, x, [("i", 24), ("f", 24), ("gate", 24)])
+  keep, h = 0.3 + 0.7 * sigmoid(p["f"]), np.zeros((T, 24))
+  for t in range(T):
+    h[t] = keep[t] * h[t - 1] + (1 - keep[t]) * silu(p["i"][t])  # h[-1] is still zero at t = 0
+  return rms(h, np.asarray(layer.norm.weight)) * silu(p["gate"])
+
+
+def hgrn2(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("f", 2, 8), ("i", 2, 8)])
+  keep = 0.3 + 0.7 * sigmoid(p["f"])
+  o = recur(silu(p["q"]), 1 - keep, p["i"], keep)
+  return rms(o.reshape(T, -1), np.asarray(layer.norm.weight))
+
+
 def retnet(layer, x):
   p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 16), ("gate", 2, 16)])
   decay = np.broadcast_to([1 - 2.0**-5, 1 - 2.0**-6], (T, 2))
@@ -165,6 +233,181 @@ def kda(HV, R, bounded):
   return f
 
 
+def mamba(layer, x):
+  p = parts(layer, x, [("u", 12), ("z", 12)])
+  norm = lambda x, layer: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.asarray(layer.weight)
+  r, b, c = np.split(p["u"] @ np.asarray(layer.x_proj.kernel), [3, 7], axis=1)
+  r, b, c = norm(r, layer.dt_norm), norm(b, layer.B_norm), norm(c, layer.C_norm)
+  dt = softplus(r @ np.asarray(layer.dt_proj.kernel) + np.asarray(layer.dt_bias))
+  h, o = np.zeros((12, 4)), np.zeros_like(p["u"])
+  for t in range(T):
+    h = np.exp(-np.exp(np.asarray(layer.A_log)) * dt[t][:, None]) * h + np.outer(dt[t] * p["u"][t], b[t])
+    o[t] = h @ c[t] + np.asarray(layer.D) * p["u"][t]
+  return o * silu(p["z"])
+
+
+def griffin(layer, x):
+  p, lru = parts(layer, x, [("u", 12), ("gate", 12)]), layer.rglru
+  h, o = np.zeros(12), np.zeros_like(p["u"])
+  for t in range(T):
+    blocks = [p["u"][t, 4 * n : 4 * n + 4] @ np.asarray(lru.gates)[n] + np.asarray(lru.gates_bias)[n] for n in range(3)]
+    r, i = (sigmoid(np.concatenate([b[half] for b in blocks])) for half in (slice(0, 4), slice(4, 8)))
+    a = np.exp(-8 * r * softplus(np.asarray(lru.Lambda))) if t else np.zeros(12)
+    h = o[t] = a * h + np.sqrt(1 - a**2) * (i * p["u"][t])
+  gate = p["gate"]
+  return o * gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+
+
+def forgetting_attention(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("k", 1, 8), ("v", 1, 8), ("f", 2), ("gate", 2, 8)])
+  q, k = rms(p["q"], np.asarray(layer.q_norm.weight)), rms(p["k"], np.asarray(layer.k_norm.weight))
+  forget, o = sigmoid(p["f"] + np.asarray(layer.f_bias)), np.zeros_like(p["q"])
+  for t in range(T):
+    for h in range(2):
+      kept = [np.prod(forget[j + 1 : t + 1, h]) for j in range(t + 1)]
+      e = np.array([kept[j] * np.exp(q[t, h] @ k[j, 0] / np.sqrt(8)) for j in range(t + 1)])
+      o[t, h] = e @ p["v"][: t + 1, 0] / e.sum()
+  return o * sigmoid(p["gate"])
+
+
+def mla(layer, x):
+  p = parts(layer, x, [("q", 2, 10), ("c", 5), ("r", 1, 4)])
+  c = p["c"] / np.sqrt((p["c"] ** 2).mean(-1, keepdims=True) + 1e-6) * np.asarray(layer.norm.weight)
+  up = (c @ np.asarray(layer.up_proj.kernel)).reshape(T, 2, 13)
+  q = np.concatenate([p["q"][..., :6], turned(p["q"][..., 6:], 100.0)], axis=-1)
+  k = np.concatenate([up[..., :6], turned(p["r"], 100.0).repeat(2, axis=1)], axis=-1)
+  o = np.zeros((T, 2, 7))
+  for t in range(T):
+    for h in range(2):
+      e = np.exp([q[t, h] @ k[j, h] / np.sqrt(10) for j in range(t + 1)])
+      o[t, h] = e @ up[: t + 1, h, 6:] / e.sum()
+  return o
+
+
+def shifted(layer, x, change, name, m=None):
+  index = {"w": 0, "k": 1, "v": 2, "r": 3, "gate": 4} if m is not None else {"r": 0, "w": 1, "k": 2, "v": 3, "iclr": 4, "gate": 5}
+  return x + change * (np.asarray(layer.mu)[index[name]] + (0 if m is None else m[:, index[name]]))
+
+
+def head_norm(layer, o):
+  o = o - o.mean(-1, keepdims=True)
+  return o / np.sqrt((o * o).mean(-1, keepdims=True) + 64e-5) * np.asarray(layer.norm.weight) + np.asarray(layer.norm.bias)
+
+
+def low_rank(module, x, activation=lambda x: x):
+  y = activation(x @ np.asarray(module.down.kernel)) @ np.asarray(module.up.kernel)
+  return y + np.asarray(module.bias)
+
+
+def rwkv6(layer, x):
+  change = np.concatenate([np.zeros((1, D)), x[:-1]]) - x
+  m = np.tanh((x + change * np.asarray(layer.mu_x)) @ np.asarray(layer.shift_down.kernel)).reshape(T, 5, -1)
+  m = np.einsum("tir,ird->tid", m, np.asarray(layer.shift_up))
+  W = np.asarray(layer.in_proj.kernel)
+  read = lambda name, n: (shifted(layer, x, change, name, m) @ W[:, 16 * n : 16 * n + 16]).reshape(T, 2, 8)
+  k, v, r, gate = (read(name, n) for n, name in enumerate(("k", "v", "r", "gate")))
+  w = np.exp(-np.exp(low_rank(layer.decay, shifted(layer, x, change, "w", m), np.tanh))).reshape(T, 2, 8)
+  u, o = np.asarray(layer.bonus), np.zeros_like(v)
+  for h in range(2):
+    S = np.zeros((8, 8))
+    for t in range(T):
+      o[t, h] = (S + np.outer(u[h] * k[t, h], v[t, h])).T @ r[t, h]
+      S = w[t, h][:, None] * S + np.outer(k[t, h], v[t, h])
+  return head_norm(layer, o) * silu(gate)
+
+
+def rwkv7(layer, x):
+  change = np.concatenate([np.zeros((1, D)), x[:-1]]) - x
+  W = np.asarray(layer.in_proj.kernel)
+  read = lambda name, n: (shifted(layer, x, change, name) @ W[:, 16 * n : 16 * n + 16]).reshape(T, 2, 8)
+  r, k, v = (read(name, n) for n, name in enumerate("rkv"))
+  w = np.exp(-0.606531 * sigmoid(low_rank(layer.decay, shifted(layer, x, change, "w"), np.tanh))).reshape(T, 2, 8)
+  a = sigmoid(low_rank(layer.iclr, shifted(layer, x, change, "iclr"))).reshape(T, 2, 8)
+  kappa = l2(k * np.asarray(layer.removal))
+  k = k * (1 + (a - 1) * np.asarray(layer.replacement))
+  o = np.zeros_like(v)
+  for h in range(2):
+    S = np.zeros((8, 8))
+    for t in range(T):
+      old = S.T @ -kappa[t, h]
+      S = w[t, h][:, None] * S + np.outer(kappa[t, h] * a[t, h], old) + np.outer(k[t, h], v[t, h])
+      o[t, h] = S.T @ r[t, h]
+  own = (r * k * np.asarray(layer.own)).sum(-1, keepdims=True) * v
+  gate = sigmoid(shifted(layer, x, change, "gate") @ np.asarray(layer.gate_down.kernel)) @ np.asarray(layer.gate_up.kernel)
+  return (head_norm(layer, o) + own) * gate.reshape(T, 2, 8)
+
+
+def delta_product(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("k", 2, 2, 8), ("v", 2, 2, 8), ("beta", 2, 2), ("a", 2), ("gate", 2, 8)])
+  decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
+  q, k, beta, o = l2(p["q"]), l2(p["k"]), 2 * sigmoid(p["beta"]), np.zeros((T, 2, 8))
+  for h in range(2):
+    S = np.zeros((8, 8))
+    for t in range(T):
+      S = decay[t, h] * S
+      for r in range(2):
+        S = S + np.outer(k[t, r, h], beta[t, r, h] * (p["v"][t, r, h] - S.T @ k[t, r, h]))
+      o[t, h] = S.T @ q[t, h] / np.sqrt(8)
+  return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
+
+
+def gated_deltanet2(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("erase", 2, 8), ("write", 2, 8), ("f", 3), ("gate", 2, 8)])
+  f = (p["f"] @ np.asarray(layer.decay_proj.kernel)).reshape(T, 2, 8) + np.asarray(layer.dt_bias)
+  decay = np.exp(-np.exp(np.asarray(layer.A_log))[:, None] * softplus(f))
+  q, k, b, w, o = l2(p["q"]), l2(p["k"]), sigmoid(p["erase"]), sigmoid(p["write"]), np.zeros((T, 2, 8))
+  for h in range(2):
+    S = np.zeros((8, 8))
+    for t in range(T):
+      S = decay[t, h][:, None] * S
+      S = S + np.outer(k[t, h], w[t, h] * p["v"][t, h] - S.T @ (b[t, h] * k[t, h]))
+      o[t, h] = S.T @ q[t, h] / np.sqrt(8)
+  return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
+
+
+def gated_oja(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("f", 3), ("gate", 2, 8)])
+  f = (p["f"] @ np.asarray(layer.decay_proj.kernel)).reshape(T, 2, 8) + np.asarray(layer.dt_bias)
+  decay = np.exp(-np.exp(np.asarray(layer.A_log))[:, None] * softplus(f))
+  v, beta, o = l2(p["v"]), sigmoid(p["beta"]), np.zeros((T, 2, 8))
+  for h in range(2):
+    S = np.zeros((8, 8))
+    for t in range(T):
+      S = S * decay[t, h][None, :]
+      S = S + np.outer(p["k"][t, h] - S @ v[t, h], beta[t, h] * v[t, h])
+      o[t, h] = S.T @ p["q"][t, h] / np.sqrt(8)
+  return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
+
+
+def comba(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("a", 2), ("gate", 2, 8)])
+  decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
+  k, beta, o = l2(p["k"]), sigmoid(p["beta"]), np.zeros((T, 2, 8))
+  feedback = sigmoid(np.asarray(layer.d))[:, None] * k
+  q = l2(p["q"]) - np.asarray(layer.D)[:, None] * feedback
+  for h in range(2):
+    S = np.zeros((8, 8))
+    for t in range(T):
+      u = beta[t, h] * (p["v"][t, h] - S.T @ feedback[t, h])
+      S = decay[t, h] * S + np.outer(k[t, h], u)
+      o[t, h] = S.T @ q[t, h] / np.sqrt(8)
+  return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
+
+
+def mlstm(layer, x):
+  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("i", 2), ("f", 2), ("gate", 2, 8)])
+  i, f = np.exp(p["i"] + np.asarray(layer.input_bias)), sigmoid(p["f"] + np.asarray(layer.forget_bias))
+  o = np.zeros((T, 2, 8))
+  for h in range(2):
+    C, n = np.zeros((8, 8)), np.zeros(8)
+    for t in range(T):
+      C = f[t, h] * C + i[t, h] * np.outer(p["k"][t, h], p["v"][t, h])
+      n = f[t, h] * n + i[t, h] * p["k"][t, h]
+      q = p["q"][t, h] / np.sqrt(8)
+      o[t, h] = C.T @ q / max(abs(n @ q), 1)
+  return rms(o, np.asarray(layer.norm.weight)) * sigmoid(p["gate"])
+
+
 EQUATIONS = {
   "SoftmaxAttention-all": softmax_attention,
   "SoftmaxAttention-window": windowed_attention,
@@ -172,6 +415,14 @@ EQUATIONS = {
   "LinearAttention-exp": kernel_attention(lambda q, k: np.exp(q / np.sqrt(8)) @ np.exp(k / np.sqrt(8)), 8, 8),
   "LinearAttention-taylor2": kernel_attention(lambda q, k: taylor(q @ k / np.sqrt(4)), 4, 8),
   "LinearAttention-sum": unnormalized,
+  "Performer": performer,
+  "CosFormer": cosformer,
+  "Based": kernel_attention(lambda q, k: taylor(q @ k / np.sqrt(4)), 4, 8),
+  "ReBased": rebased,
+  "Hedgehog": hedgehog,
+  "Lightning": lightning,
+  "HGRN": hgrn,
+  "HGRN2": hgrn2,
   "RetNet": retnet,
   "GLA": gla,
   "Mamba2": mamba2(2, 8, 1),
@@ -180,6 +431,17 @@ EQUATIONS = {
   "GatedDeltaNet-grouped": gated_deltanet,
   "KimiDeltaAttention": kda(2, 8, bounded=False),
   "KimiDeltaAttention-bounded": kda(4, 3, bounded=True),
+  "DeltaProduct": delta_product,
+  "GatedDeltaNet2": gated_deltanet2,
+  "GatedOja": gated_oja,
+  "Comba": comba,
+  "MLSTM": mlstm,
+  "RWKV6": rwkv6,
+  "RWKV7": rwkv7,
+  "Mamba": mamba,
+  "GriffinBlock": griffin,
+  "ForgettingAttention": forgetting_attention,
+  "MLA": mla,
 }
 
 

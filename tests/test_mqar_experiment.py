@@ -205,8 +205,17 @@ def test_state_is_measured_whole(mixer):
   conv = 4 * 2 * 64
   memory = 4 * 16 * 64
   own = dict.fromkeys(MIXERS, memory + 4 * 3 * (16 + 16 + 64))  # the cache of the convolution on q, k, v
-  own["softmax"] = 4 * 2 * 16 * 16  # keys and values of all 16 positions
+  own["softmax"] = own["mla"] = 4 * 2 * 16 * 16  # keys and values, or latents, of all 16 positions
+  own["forgetting"] = 4 * (2 * 16 + 1) * 16
+  own["mamba"], own["griffin"] = memory + 4 * 3 * 64, 4 * 64 + 4 * 3 * 64
   own["linear"] += 4 * 16
+  for name, F in {"performer": 64, "cosformer": 32, "based": 273, "rebased": 136, "hedgehog": 32}.items():
+    own[name] += 4 * (F * (64 + 1) - 16 * 64)
+  own["performer"] += 4  # the largest key so far
+  own["hgrn"] = 4 * 64 + 4 * 3 * (64 + 64)
+  own["delta_product"] += 4 * 3 * (16 + 64)  # R = 2 keys and values a token
+  own["mlstm"] += 4 * (16 + 1) - 4 * 3 * 64  # n and m; values are not convolved
+  own["rwkv6"] = own["rwkv7"] = memory + 4 * 64  # the token before
   sizes = measure(small_run(mixer=mixer))
   assert sizes["state_bytes"] == conv + own[mixer] + 2 * 2 * 4
   assert sizes["parameters"] > 64 * 64
@@ -359,9 +368,9 @@ def test_a_mixture_trains_one_model_on_several_kinds_of_rows():
 
 @pytest.mark.slow
 def test_the_delta_rule_recalls_where_elu_does_not():
-  """The default run's order, on one seed."""
+  """The default run's order, on one seed and half of its steps."""
   accuracy = {}
-  for run in experiment.plan(experiment.parse(["--mixers", "softmax", "linear", "gated_deltanet", "--seeds", "1"])):
+  for run in experiment.plan(experiment.parse(["--mixers", "linear", "gated_deltanet", "--seeds", "1", "--steps", "300"])):
     accuracy[run.mixer] = Program(run).train(run.seed, run.learning_rate, lambda *_: None)["accuracy"]
   assert accuracy["linear"] < 0.85
-  assert min(accuracy["softmax"], accuracy["gated_deltanet"]) >= 0.99
+  assert accuracy["gated_deltanet"] >= 0.99

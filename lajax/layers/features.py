@@ -1,10 +1,14 @@
 """Feature maps phi of linear attention: exp(q . k) is replaced by phi(q) . phi(k)."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
+
+from lajax._numerics import accumulation_dtype
 
 FeatureMap = Callable[[Float[Array, "... K"]], Float[Array, "... F"]]
 
@@ -32,6 +36,44 @@ def taylor2(x: Float[Array, "... K"]) -> Float[Array, "... 1+K+K*K"]:
   x = x * x.shape[-1] ** -0.25
   squares = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
   return jnp.concatenate([jnp.ones_like(x[..., :1]), x, squares * 2**-0.5], axis=-1)
+
+
+def squares(x: Float[Array, "... K"]) -> Float[Array, "... K*(K+1)/2"]:
+  """phi(q) . phi(k) = (q . k)^2 / K: the products x_i x_j, each pair once."""
+  i, j = np.triu_indices(x.shape[-1])
+  weight = np.where(i == j, 1, 2**0.5) * x.shape[-1] ** -0.5
+  return x[..., i] * x[..., j] * weight.astype(x.dtype)
+
+
+def orthogonal_projection(key: Array, width: int, count: int, dtype=jnp.float32) -> Float[Array, "K M"]:
+  """M directions w of N(0, I_K), exactly orthogonal in each block of K; a length is that of an independent Gaussian vector."""
+  blocks = -(-count // width)
+  directions, lengths = jax.random.normal(key, (2, blocks, width, width), dtype)
+  q, r = jnp.linalg.qr(directions)
+  q = q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[:, None]  # so that it is uniform over all rotations
+  columns = q * jnp.linalg.norm(lengths, axis=-2, keepdims=True)
+  return jnp.moveaxis(columns, 0, 1).reshape(width, blocks * width)[:, :count]
+
+
+def favor_features(x: Float[Array, "... K"], projection: Float[Array, "K M"]) -> Float[Array, "... M"]:
+  """The logarithms of the M positive random features of FAVOR+.
+
+      log phi(x)_m = w_m . x' - |x'|^2 / 2 - log(M) / 2,  x' = x / K^(1/4) ;  E[phi(q) . phi(k)] = exp(q . k / sqrt K)
+
+  Args:
+    x: [.. K].
+    projection: [K M], the directions w, from `orthogonal_projection`.
+
+  Returns:
+    [.. M], in float32 at least; float64 where an argument is.
+
+  Paper: K. Choromanski et al., "Rethinking Attention with Performers", 2020, arXiv:2009.14794, equation 7 (lemma 1), and
+  section 2.4 for the orthogonal directions.
+  """
+  dtype = accumulation_dtype(x, projection)
+  x = x.astype(dtype) * x.shape[-1] ** -0.25
+  exponent = jnp.matmul(x, projection.astype(dtype), precision="highest") - (x * x).sum(-1, keepdims=True) / 2
+  return exponent - 0.5 * math.log(projection.shape[-1])
 
 
 FEATURE_MAPS: dict[str, FeatureMap] = {

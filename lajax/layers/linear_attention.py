@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from lajax._shapes import check_positive
 from lajax.layers.features import FeatureMap, scaled_exp
 from lajax.layers.features import feature_map as _feature_map
 from lajax.layers.mixer import Mixer, value_heads, value_width
@@ -15,10 +16,87 @@ from lajax.ops import linear_attention, normalized_linear_attention
 LOWEST = -1e30  # the maximum over no keys: finite, so that differences are never NaN
 
 
-class LinearAttention(Mixer):
+class KernelAttention(Mixer):
+  """The shell of attention by features phi of queries and keys: a subclass writes `features`.
+
+      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t) ;  o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
+
+  Args:
+    d_model: D.
+    num_heads: H.
+    head_dim: K.
+    num_features: F, the width of what `features` returns.
+    logarithmic: whether `features` returns the logarithms of the features, for those that are exponentials.
+    normalize: divide by z . phi(q); without it, o = S^T phi(q).
+    expand_v: V / K.
+    conv_size: the width of a short convolution on q, k, v; None for none.
+    impl, chunk_size: passed on to the op.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together.
+    param_dtype: the dtype of the parameters.
+    rngs: the random streams of the parameters.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    num_heads: int,
+    head_dim: int,
+    *,
+    num_features: int,
+    logarithmic: bool = False,
+    normalize: bool = True,
+    expand_v: float = 1.0,
+    conv_size: int | None = None,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    super().__init__(
+      d_model, {"q": (H, K), "k": (H, K), "v": (H, V)}, inner=H * V, memory=(H, num_features, V), conv_size=conv_size,
+      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+    )  # fmt: skip
+    self.logarithmic, self.normalize = logarithmic, normalize
+
+  def features(
+    self, q: Float[Array, "B T H K"], k: Float[Array, "B T H K"], documents: Documents
+  ) -> tuple[Float[Array, "B T H F"], Float[Array, "B T H F"]]:
+    """phi(q) and phi(k), or their logarithms."""
+    raise NotImplementedError
+
+  def init_memory(self, batch):
+    S = super().init_memory(batch)
+    z = jnp.zeros(S.shape[:-1], S.dtype)
+    if not self.normalize:
+      return S
+    return (S, z, z[..., 0]) if self.logarithmic else (S, z)
+
+  def mix(self, p, memory, documents):
+    q, k = self.features(p["q"], p["k"], documents)
+    if self.logarithmic:
+      return self._mix_exp(q, k, p["v"], memory, documents)
+    op = normalized_linear_attention if self.normalize else linear_attention
+    return self.run(op, q, k, p["v"], scale=1.0, memory=memory, documents=documents)
+
+  def _mix_exp(self, q, k, v, memory, documents):
+    """exp features relative to the largest key so far, m: the state scales by exp(m_{t-1} - m_t), a decay, as m grows."""
+    before = jnp.zeros_like(k[:, 0, :, 0]) if memory is None else memory[2]
+    m, g = running_maximum(k.max(-1), before, documents)
+    q = jnp.exp(q - jax.lax.stop_gradient(q.max(-1, keepdims=True)))  # a factor of q cancels
+    k = jnp.exp(documents.only_real(k - m[..., None]))
+    sums = None if memory is None else memory[:2]
+    o, sums = self.run(normalized_linear_attention, q, k, v, g, scale=1.0, memory=sums, documents=documents)
+    return o, (*sums, jnp.where(documents.length[:, None] > 0, m[:, -1], before))
+
+
+class LinearAttention(KernelAttention):
   """Attention with a kernel phi(q) . phi(k) in place of exp(q . k), normalised as softmax is.
 
       S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t) ;  o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
+
+  `lajax.layers.BidirectionalLinearAttention` is the form that is not causal.
 
   Args:
     d_model: D.
@@ -57,40 +135,19 @@ class LinearAttention(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    self.phi = _feature_map(feature_map)
-    F = jax.eval_shape(self.phi, jax.ShapeDtypeStruct((1, 1, H, K), param_dtype)).shape[-1]
+    check_positive("head_dim", head_dim)
+    phi = _feature_map(feature_map)
+    F = jax.eval_shape(phi, jax.ShapeDtypeStruct((1, 1, 1, head_dim), param_dtype)).shape[-1]
     super().__init__(
-      d_model, {"q": (H, K), "k": (H, K), "v": (H, V)}, inner=H * V, memory=(H, F, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+      d_model, num_heads, head_dim, num_features=F, logarithmic=normalize and phi is scaled_exp, normalize=normalize,
+      expand_v=expand_v, conv_size=conv_size, impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
-    self.normalize = normalize
+    self.phi = phi
 
-  def init_memory(self, batch):
-    S = super().init_memory(batch)
-    z = jnp.zeros(S.shape[:-1], S.dtype)
-    if not self.normalize:
-      return S
-    return (S, z, z[..., 0]) if self.phi is scaled_exp else (S, z)
-
-  def mix(self, p, memory, documents):
-    if not self.normalize:
-      return self.run(linear_attention, self.phi(p["q"]), self.phi(p["k"]), p["v"], scale=1.0, memory=memory, documents=documents)
-    if self.phi is scaled_exp:
-      return self._mix_exp(p, memory, documents)
-    q, k = self.phi(p["q"]), self.phi(p["k"])
-    return self.run(normalized_linear_attention, q, k, p["v"], scale=1.0, memory=memory, documents=documents)
-
-  def _mix_exp(self, p, memory, documents):
-    """exp features relative to the largest key so far, m: the state scales by exp(m_{t-1} - m_t), a decay, as m grows."""
-    q, k = (widen(p[name]) * p[name].shape[-1] ** -0.5 for name in "qk")
-    before = jnp.zeros_like(k[:, 0, :, 0]) if memory is None else memory[2]
-    m, g = running_maximum(k.max(-1), before, documents)
-    q = jnp.exp(q - jax.lax.stop_gradient(q.max(-1, keepdims=True)))  # a factor of q cancels
-    k = jnp.exp(documents.only_real(k - m[..., None]))
-    sums = None if memory is None else memory[:2]
-    o, sums = self.run(normalized_linear_attention, q, k, p["v"], g, scale=1.0, memory=sums, documents=documents)
-    return o, (*sums, jnp.where(documents.length[:, None] > 0, m[:, -1], before))
+  def features(self, q, k, documents):
+    if self.logarithmic:
+      return widen(q) * q.shape[-1] ** -0.5, widen(k) * k.shape[-1] ** -0.5
+    return self.phi(q), self.phi(k)
 
 
 def running_maximum(top: Float[Array, "B T H"], before: Float[Array, "B H"], documents: Documents):

@@ -48,6 +48,7 @@ class Mixer(nnx.Module):
     conv_size: the width of the short convolution; None for none.
     conv_on: the projections that pass through it.
     conv_bias, conv_activation: its options.
+    use_bias: biases on the projections in and out.
     impl, chunk_size: passed on to the op.
     dtype: the dtype of the projections; None for that of the inputs and parameters together. Gates, norms and the
       recurrence's state are float32 at least.
@@ -66,6 +67,7 @@ class Mixer(nnx.Module):
     conv_on: tuple[str, ...] = ("q", "k", "v"),
     conv_bias: bool = False,
     conv_activation: str | None = "silu",
+    use_bias: bool = False,
     impl: str = "auto",
     chunk_size: int | None = None,
     dtype=None,
@@ -75,7 +77,7 @@ class Mixer(nnx.Module):
     check_option("impl", impl, IMPLS)
     check_positive("chunk_size", chunk_size)
     check_positive("conv_size", conv_size)
-    linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    linear = {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.convolved = tuple((name, projections[name]) for name in conv_on if conv_size)
     self.direct = tuple(item for item in projections.items() if item not in self.convolved)
     channels, others = _columns(self.convolved), _columns(self.direct)
@@ -93,6 +95,15 @@ class Mixer(nnx.Module):
     """The mixer's equation: from the projections [B T *shape] and the memory (None: zeros) to outputs and memory."""
     raise NotImplementedError
 
+  def project(self, x: Array, cache: Array | None, documents: Documents) -> tuple[dict[str, Array], Array | None]:
+    """The projections [B T *shape] of an input that is zero at padding, and the cache that they leave."""
+    projected = self.in_proj(x)
+    if self.conv is None:
+      return _cut(projected, self.direct), None
+    convolved, direct = jnp.split(projected, [self.conv.channels], axis=-1)
+    convolved, cache = self.conv.convolve(convolved, cache, documents)
+    return _cut(convolved, self.convolved) | _cut(direct, self.direct), cache
+
   def init_memory(self, batch: int):
     """The memory before the first token."""
     return jnp.zeros((batch, *self.memory_shape), self.state_dtype)
@@ -102,10 +113,6 @@ class Mixer(nnx.Module):
   @property
   def state_dtype(self) -> jnp.dtype:
     return wide_dtype(self.dtype or self.param_dtype)
-
-  @property
-  def memory_dtype(self) -> jnp.dtype:
-    return self.state_dtype
 
   @property
   def gate_dtype(self) -> jnp.dtype:
@@ -149,16 +156,10 @@ class Mixer(nnx.Module):
     documents = follow(state, (B, T), segment_ids)
     memory = None if state is None else documents.only_continued(state.memory)
 
-    projected, conv = self.in_proj(documents.only_real(x)), None
-    if self.conv is None:
-      p = _cut(projected, self.direct)
-    else:
-      convolved, direct = jnp.split(projected, [self.conv.channels], axis=-1)
-      convolved, conv = self.conv.convolve(convolved, None if state is None else state.conv, documents)
-      p = _cut(convolved, self.convolved) | _cut(direct, self.direct)
+    p, conv = self.project(documents.only_real(x), None if state is None else state.conv, documents)
     o, memory = self.mix(p, memory, documents)
     y = documents.only_real(self.out_proj(o.reshape(B, T, -1)))
-    memory = jax.tree.map(lambda s: s.astype(self.memory_dtype), memory)
+    memory = jax.tree.map(lambda s, like: s.astype(like.dtype), memory, jax.eval_shape(lambda: self.init_memory(B)))
     return y, LayerState(memory, conv, documents.segment, documents.length)
 
   def init_state(self, batch: int) -> LayerState:

@@ -3,18 +3,16 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
-from jaxtyping import Array, Int
 
 from lajax._shapes import check_positive
-from lajax.layers.mixer import Mixer
+from lajax.layers.kv_cache import CachedMixer
 from lajax.layers.parameters import GatedRMSNorm, check_rotary, rotate, widen
-from lajax.layers.state import Documents, LayerState
+from lajax.layers.state import Documents
 from lajax.ops import attention
 from lajax.recurrence import attend
 
 
-class SoftmaxAttention(Mixer):
+class SoftmaxAttention(CachedMixer):
   """Causal softmax attention, with the same state protocol as the linear mixers.
 
       o_t = sum_{j <= t} softmax_j(q_t . k_j / sqrt K) v_j ;  y = o W_o, or (o * sigmoid(x W_g)) W_o
@@ -88,17 +86,8 @@ class SoftmaxAttention(Mixer):
     self.window, self.max_length, self.rope_theta = window, max_length, rope_theta
 
   @property
-  def memory_dtype(self):
-    return self.dtype or self.param_dtype
-
-  def init_state(self, batch: int, max_length: int | None = None) -> LayerState:
-    """An empty cache for documents of up to `max_length` tokens (None: the layer's own), or of any length in a window."""
-    check_positive("max_length", max_length)
-    state = super().init_state(batch)
-    return state if max_length is None else state._replace(memory=self._empty_cache(batch, max_length))
-
-  def init_memory(self, batch):
-    return self._empty_cache(batch, self.max_length)
+  def places(self):
+    return ((self.memory_shape, self.cache_dtype),) * 2
 
   def mix(self, p, memory, documents):
     q, k, v = p["q"], p["k"], p["v"]
@@ -108,10 +97,9 @@ class SoftmaxAttention(Mixer):
       q, k = rotate(q, documents.position, self.rope_theta), rotate(k, documents.position, self.rope_theta)
     sink = None if self.sink is None else self.sink[...]
     options = {"window": self.window, "sink": sink}
-    B, T = documents.position.shape
     if memory is None:
       o = attention(q, k, v, segment_ids=documents.ids, impl=self.impl, **options)
-      memory = _write(self._empty_cache(B, max(T, self.max_length)), (k, v), documents)
+      memory = self.begin((k, v), documents)
     else:
       o, memory = self._with_cache(q, k, v, memory, documents, options)
     if "gate" in p:
@@ -119,62 +107,10 @@ class SoftmaxAttention(Mixer):
     return o, memory
 
   def _with_cache(self, q, k, v, cache, documents: Documents, options):
-    B, T = documents.position.shape
-    capacity = cache[0].shape[1]
-    bounded = self.window is None or capacity < self.window
-    if bounded:
-      _check_room(documents.length, capacity)
-    now = jnp.zeros((B, T), jnp.int32) if documents.ids is None else documents.ids
-    written = _write(cache, (k, v), documents)
-    if T == 1:  # the new token stands in the cache, in the place of one that it does not read
-      keys, values = written
-      position = _positions(documents.length, capacity)
-      segment = jnp.where(position < 0, -1, now)
-    else:
-      keys, values = (jnp.concatenate([old, new], axis=1) for old, new in zip(cache, (k, v), strict=True))
-      before = _positions(documents.carried, capacity)
-      position = jnp.concatenate([before, documents.position], axis=1)
-      segment = jnp.concatenate([jnp.where(before < 0, -1, 0), now], axis=1)
+    seen = self.extend(cache, (k, v), documents)
+    keys, values = seen.arrays
     o = attend(
-      q, keys.astype(q.dtype), values.astype(v.dtype), q_positions=documents.position, k_positions=position, q_segments=now,
-      k_segments=segment, impl="chunked" if self.impl == "auto" else self.impl, **options,
+      q, keys.astype(q.dtype), values.astype(v.dtype), q_positions=documents.position, k_positions=seen.position,
+      q_segments=seen.q_segment, k_segments=seen.segment, impl="chunked" if self.impl == "auto" else self.impl, **options,
     )  # fmt: skip
-    if bounded:
-      lost = (documents.position >= capacity) & (documents.length > capacity)[:, None]
-      o = jnp.where(lost[..., None, None], jnp.nan, o)
-    return o, written
-
-  def _empty_cache(self, batch: int, max_length: int):
-    size = max_length if self.window is None else min(max_length, self.window)
-    one = jnp.zeros((batch, size, *self.memory_shape), self.memory_dtype)
-    return one, one
-
-
-def _positions(count: Int[Array, "B"], capacity: int) -> Int[Array, "B S"]:
-  """Which token of the document stands at each place of a ring that `count` tokens were written to; < 0: none."""
-  last = count[:, None] - 1
-  return last - (last - jnp.arange(capacity, dtype=jnp.int32)) % capacity
-
-
-def _write(cache, new, documents: Documents):
-  """The cache with the tokens of the call's last document; the documents before it are over."""
-  B, capacity = cache[0].shape[:2]
-  keep = documents.position >= documents.length[:, None] - capacity
-  if documents.ids is not None:
-    current = documents.ids.max(axis=1, keepdims=True)
-    keep &= (documents.ids >= 0) & (documents.ids == current)
-    cache = tuple(jnp.where((current > 0)[..., None, None], 0, c) for c in cache)
-  places = jnp.where(keep, documents.position % capacity, capacity)
-  rows = jnp.arange(B)[:, None]
-  return tuple(c.at[rows, places].set(x.astype(c.dtype), mode="drop") for c, x in zip(cache, new, strict=True))
-
-
-def _check_room(length: Int[Array, "B"], capacity: int) -> None:
-  if isinstance(length, Tracer) or not length.size:
-    return
-  longest = int(length.max())
-  if longest > capacity:
-    raise ValueError(
-      f"the cache of {capacity} tokens is full: a document would have {longest}. "
-      f"Make the first state by init_state(batch, max_length={longest}), or give the layer a larger max_length or a window."
-    )
+    return seen.only_kept(o), seen.cache

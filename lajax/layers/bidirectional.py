@@ -1,0 +1,139 @@
+"""Linear attention that is not causal, for encoders: no state, since every token reads the whole document."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lajax._shapes import check, check_option
+from lajax.bidirectional import NORMALIZATIONS, bidirectional_linear_attention, document_maximum, efficient_attention
+from lajax.layers.features import FeatureMap, scaled_exp
+from lajax.layers.features import feature_map as _feature_map
+from lajax.layers.mixer import value_heads, value_width
+from lajax.layers.parameters import widen
+
+
+class _Bidirectional(nnx.Module):
+  """One projection in, an op on q, k, v, one projection out; a subclass writes `mix`."""
+
+  def __init__(self, d_model: int, num_heads: int, head_dim: int, expand_v: float, dtype, param_dtype, rngs: nnx.Rngs):
+    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.in_proj = nnx.Linear(d_model, H * (2 * K + V), **linear)
+    self.out_proj = nnx.Linear(H * V, d_model, **linear)
+    self.d_model, self.num_heads, self.head_dim = d_model, num_heads, head_dim
+
+  def mix(self, q, k, v, segment_ids) -> Array:
+    raise NotImplementedError
+
+  def __call__(
+    self, x: Float[Array, "B T D"], *, segment_ids: Int[Array, "B T"] | None = None
+  ) -> Float[Array, "B T D"]:
+    """Mixes all tokens of each document.
+
+    Args:
+      x: [B T D], D = d_model.
+      segment_ids: [B T], the document of each token, ids >= 0; -1 for padding. A change of id begins a new document.
+
+    Returns:
+      y [B T D], zero at padding.
+
+    Raises:
+      ValueError: an argument has the wrong rank, size or dtype.
+    """
+    sizes = check({"D": self.d_model}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
+    if segment_ids is not None:
+      x = jnp.where((segment_ids >= 0)[..., None], x, jnp.zeros((), x.dtype))
+    H, K = self.num_heads, self.head_dim
+    q, k, v = jnp.split(self.in_proj(x), [H * K, 2 * H * K], axis=-1)
+    heads = lambda a: a.reshape(sizes["B"], sizes["T"], H, a.shape[-1] // H)
+    o = self.mix(heads(q), heads(k), heads(v), segment_ids)
+    return self.out_proj(o.reshape(sizes["B"], sizes["T"], self.out_proj.in_features))
+
+
+class EfficientAttention(_Bidirectional):
+  """Attention whose queries read a K by V summary of the whole document. Not causal: `layer(x, *, segment_ids=None) -> y`.
+
+      G = rho_k(K)^T V ,  O = rho_q(Q) G ;  Q, K, V = x W ;  y = O W_o
+
+  Args:
+    d_model: D.
+    num_heads: H.
+    head_dim: K.
+    normalization: "softmax" (rho_q over the channels of a query, rho_k over the tokens of the document), or "scaling" (by
+      1 / sqrt n both: O = Q K^T V / n).
+    expand_v: V / K.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together.
+    param_dtype: the dtype of the parameters.
+    rngs: the random streams of the parameters.
+
+  Raises:
+    ValueError: an option is out of its range.
+
+  Paper: Z. Shen et al., "Efficient Attention: Attention with Linear Complexities", 2018, arXiv:1812.01243, equations 3 to 6.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    num_heads: int = 4,
+    head_dim: int = 64,
+    *,
+    normalization: str = "softmax",
+    expand_v: float = 1.0,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    check_option("normalization", normalization, NORMALIZATIONS)
+    super().__init__(d_model, num_heads, head_dim, expand_v, dtype, param_dtype, rngs)
+    self.normalization = normalization
+
+  def mix(self, q, k, v, segment_ids):
+    return efficient_attention(q, k, v, normalization=self.normalization, segment_ids=segment_ids)
+
+
+class BidirectionalLinearAttention(_Bidirectional):
+  """`LinearAttention` over the whole document. Not causal: `layer(x, *, segment_ids=None) -> y`.
+
+      o_i = S^T phi(q_i) / (z . phi(q_i)), S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j) over all tokens j ;  y = o W_o
+
+  Args:
+    d_model: D.
+    num_heads: H.
+    head_dim: K; the feature map may widen it.
+    feature_map: "elu+1", "relu", "exp" (of x / sqrt K, computed relative to the maximum), "identity", "taylor2", or a
+      function [.. K] -> [.. F] without parameters.
+    expand_v: V / K.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together.
+    param_dtype: the dtype of the parameters.
+    rngs: the random streams of the parameters.
+
+  Raises:
+    ValueError: an option is out of its range, or an unknown feature map.
+
+  Paper: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention", 2020,
+  arXiv:2006.16236, equation 5.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    num_heads: int = 4,
+    head_dim: int = 64,
+    *,
+    feature_map: str | FeatureMap = "elu+1",
+    expand_v: float = 1.0,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.phi = _feature_map(feature_map)
+    super().__init__(d_model, num_heads, head_dim, expand_v, dtype, param_dtype, rngs)
+
+  def mix(self, q, k, v, segment_ids):
+    if self.phi is scaled_exp:  # a factor of q cancels, and one of all keys of a document
+      q, k = widen(q), widen(k)
+      q = q - jax.lax.stop_gradient(q.max(-1, keepdims=True))
+      k = k - document_maximum(jax.lax.stop_gradient(k.max(-1, keepdims=True)), segment_ids)
+    return bidirectional_linear_attention(self.phi(q), self.phi(k), v, segment_ids=segment_ids)

@@ -1,0 +1,79 @@
+"""Comba."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lajax._numerics import l2_normalize
+from lajax.layers.mixer import Mixer, value_heads, value_width
+from lajax.layers.parameters import GatedRMSNorm, log_uniform_rate, softplus_decay, step_bias, widen
+from lajax.ops import dplr
+
+
+class Comba(Mixer):
+  """A delta rule with feedback of the un-decayed state, read by a key of its own strength, and a corrected query.
+
+      u_t = beta_t (v_t - S_{t-1}^T p_t) ;  S_t = e^(g_t) S_{t-1} + k_t u_t^T ;  o_t = K^(-1/2) S_t^T (q_t - D_h p_t)
+      p = sigmoid(d_h) k, g = -exp(A_log) softplus(x W_a + dt_bias), beta = sigmoid(x W_beta)
+      y = (RMSNorm(o) * silu(x W_g)) W_o,  q, k = l2norm(silu(conv(x W))), v = silu(conv(x W))
+
+  Args:
+    d_model: D.
+    num_heads: H.
+    head_dim: K.
+    expand_v: V / K.
+    conv_size: the width of the short convolution on q, k, v; None for none.
+    use_gate: multiply the normed outputs by silu(x W_g).
+    correct_outputs: read with q - D p instead of q.
+    norm_eps: of the output norm.
+    impl, chunk_size: passed on to `lajax.dplr`.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together.
+    param_dtype: the dtype of the parameters; A_log, dt_bias, d, D and the norm's weight are float32 at least.
+    rngs: the random streams of the parameters. A ~ U(0, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1], d = D = 1.
+
+  Raises:
+    ValueError: an option is out of its range.
+
+  Paper: J. Hu et al., "Comba: Improving Bilinear RNNs with Closed-loop Control", 2025, arXiv:2506.02475, equation 7.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    num_heads: int = 4,
+    head_dim: int = 64,
+    *,
+    expand_v: float = 1.0,
+    conv_size: int | None = 4,
+    use_gate: bool = True,
+    correct_outputs: bool = True,
+    norm_eps: float = 1e-5,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "a": (H,)} | ({"gate": (H, V)} if use_gate else {})
+    super().__init__(
+      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
+      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+    )  # fmt: skip
+    self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 0.0, 16.0, self.gate_dtype))
+    self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
+    self.d = nnx.Param(jnp.ones(H, self.gate_dtype))
+    self.D = nnx.Param(jnp.ones(H, self.gate_dtype)) if correct_outputs else None
+    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+
+  def mix(self, p, memory, documents):
+    q, k, v = widen(l2_normalize(p["q"])), widen(l2_normalize(p["k"])), p["v"]
+    beta = jax.nn.sigmoid(widen(p["beta"]))[..., None]
+    g = softplus_decay(p["a"], self.A_log[...], self.dt_bias[...])
+    feedback = jax.nn.sigmoid(self.d[...])[:, None] * k
+    if self.D is not None:
+      q = q - self.D[...][:, None] * feedback
+    o, memory = self.run(
+      dplr, q, k, (beta * widen(v)).astype(v.dtype), feedback, -beta * k, g, memory=memory, documents=documents
+    )
+    return self.norm(o, p.get("gate")), memory

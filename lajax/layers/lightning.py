@@ -1,0 +1,77 @@
+"""Lightning attention, as in MiniMax-Text-01."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lajax._shapes import check_positive
+from lajax.layers.mixer import Mixer, value_heads, value_width
+from lajax.layers.parameters import GatedRMSNorm
+from lajax.ops import linear_attention
+
+
+class Lightning(Mixer):
+  """Linear attention with a fixed decay a head, slower in later layers.
+
+      S_t = e^(-slope_h) S_{t-1} + k_t v_t^T ;  o_t = K^(-1/2) S_t^T q_t
+      slope_h = 2^(-8 (h + 1) / H) (1 - l / (L - 1 + 1e-5) + 1e-5), for head h = 0 .. H - 1 of layer l = 0 .. L - 1
+      q, k, v = silu(x W),  y = (RMSNorm(o) * sigmoid(x W_g)) W_o, the norm over all heads together
+
+  Args:
+    d_model: D.
+    num_heads: H.
+    head_dim: K.
+    layer_index: l, in 0 .. num_layers - 1.
+    num_layers: L, all layers of the model, those of other kinds included.
+    expand_v: V / K.
+    conv_size: the width of a short convolution on q, k, v, before the silu; None (the default) for none.
+    use_gate: multiply the normed outputs by sigmoid(x W_g).
+    norm_eps: of the output norm.
+    impl, chunk_size: passed on to `lajax.linear_attention`.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together.
+    param_dtype: the dtype of the parameters; the norm's weight is float32 at least.
+    rngs: the random streams of the parameters.
+
+  Raises:
+    ValueError: an option is out of its range.
+
+  Papers: Z. Qin et al., "Lightning Attention-2", 2024, arXiv:2401.04658, equation 2; MiniMax, "MiniMax-01: Scaling Foundation
+  Models with Lightning Attention", 2025, arXiv:2501.08313, section 2.2.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    num_heads: int = 4,
+    head_dim: int = 64,
+    *,
+    layer_index: int = 0,
+    num_layers: int = 1,
+    expand_v: float = 1.0,
+    conv_size: int | None = None,
+    use_gate: bool = True,
+    norm_eps: float = 1e-5,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    check_positive("num_layers", num_layers)
+    if not 0 <= layer_index < num_layers:
+      raise ValueError(f"`layer_index` must be in 0 .. num_layers - 1 = {num_layers - 1}; got {layer_index}.")
+    projections = {"q": (H, K), "k": (H, K), "v": (H, V)} | ({"gate": (H * V,)} if use_gate else {})
+    super().__init__(
+      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size, conv_activation=None,
+      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+    )  # fmt: skip
+    self.norm = GatedRMSNorm(H * V, "sigmoid", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.depth = 1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5
+
+  def mix(self, p, memory, documents):
+    q, k, v = (jax.nn.silu(p[name]) for name in "qkv")
+    H = q.shape[2]
+    slopes = jnp.exp2(-8 * jnp.arange(1, H + 1, dtype=self.gate_dtype) / H) * self.depth
+    o, memory = self.run(linear_attention, q, k, v, jnp.broadcast_to(-slopes, q.shape[:3]), memory=memory, documents=documents)
+    return self.norm(o.reshape(*o.shape[:2], -1), p.get("gate")), memory

@@ -1,0 +1,86 @@
+"""Mamba (S6)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lajax._shapes import check_positive
+from lajax.layers.mixer import Mixer
+from lajax.layers.parameters import GatedRMSNorm, step_bias, widen
+from lajax.ops import linear_recurrence
+
+
+class Mamba(Mixer):
+  """The selective state space: N numbers a channel, which all decay and are written by the channel's own step size.
+
+      h_t[d, n] = e^(dt_t[d] A[d, n]) h_{t-1}[d, n] + dt_t[d] B_t[n] u_t[d] ;  o_t[d] = sum_n C_t[n] h_t[d, n] + D[d] u_t[d]
+      u = silu(conv(x W)),  (r, B, C) = u W_x,  dt = softplus(r W_dt + dt_bias),  A = -exp(A_log),  y = (o * silu(x W_z)) W_o
+
+  Args:
+    d_model: D.
+    inner_dim: E, the channels d; None for 2 d_model.
+    state_dim: N.
+    dt_rank: the width of r; None for d_model / 16, rounded up.
+    conv_size: the width of the short convolution on u; None for none.
+    inner_norm: RMSNorm on r, B and C, each by itself (as in Jamba).
+    norm_eps: of these norms.
+    impl: passed on to `lajax.linear_recurrence`.
+    dtype: the dtype of the projections; None for that of the inputs and parameters together.
+    param_dtype: the dtype of the parameters; A_log, dt_bias, D and the norms' weights are float32 at least.
+    rngs: the random streams of the parameters. A_log = log(1 .. N), softplus(dt_bias) log-uniform in [1e-3, 1e-1], D = 1.
+
+  Raises:
+    ValueError: an option is out of its range.
+
+  Paper: A. Gu, T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023, arXiv:2312.00752,
+  equation 2a, algorithm 2 and section 3.6 (with B discretised as dt B, as in its code); the norms: O. Lieber et al., "Jamba",
+  2024, arXiv:2403.19887, section 6.4.
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    inner_dim: int | None = None,
+    *,
+    state_dim: int = 16,
+    dt_rank: int | None = None,
+    conv_size: int | None = 4,
+    inner_norm: bool = False,
+    norm_eps: float = 1e-6,
+    impl: str = "auto",
+    dtype=None,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    for name, value in {"d_model": d_model, "inner_dim": inner_dim, "state_dim": state_dim, "dt_rank": dt_rank}.items():
+      check_positive(name, value)
+    E, N, R = inner_dim or 2 * d_model, state_dim, dt_rank or -(-d_model // 16)
+    super().__init__(
+      d_model, {"u": (E,), "z": (E,)}, inner=E, memory=(E, N), conv_size=conv_size, conv_on=("u",), conv_bias=True,
+      impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+    )  # fmt: skip
+    linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    self.x_proj = nnx.Linear(E, R + 2 * N, **linear)
+    self.dt_proj = nnx.Linear(R, E, **linear)
+    self.A_log = nnx.Param(jnp.broadcast_to(jnp.log(jnp.arange(1, N + 1, dtype=self.gate_dtype)), (E, N)))
+    self.dt_bias = nnx.Param(step_bias(rngs.params(), (E,), self.gate_dtype))
+    self.D = nnx.Param(jnp.ones(E, self.gate_dtype))
+    norm = lambda width: GatedRMSNorm(width, eps=norm_eps, param_dtype=self.gate_dtype) if inner_norm else None
+    self.dt_norm, self.B_norm, self.C_norm = norm(R), norm(N), norm(N)
+    self.dt_rank, self.state_dim = R, N
+
+  def mix(self, p, memory, documents):
+    u = p["u"]
+    dt, B, C = jnp.split(self.x_proj(u), [self.dt_rank, self.dt_rank + self.state_dim], axis=-1)
+    if self.dt_norm is not None and self.B_norm is not None and self.C_norm is not None:
+      dt, B, C = self.dt_norm(dt), self.B_norm(B), self.C_norm(C)
+    dt = widen(self.dt_proj(dt)) + self.dt_bias[...]
+    o, memory = self.ssm(u, dt, B, C, memory, documents)
+    return (o * jax.nn.silu(widen(p["z"]))).astype(u.dtype), memory
+
+  def ssm(self, u, dt, B, C, memory, documents):
+    """o [B T E] from u [B T E], dt [B T E] before the softplus, and B and C [B T N]."""
+    u, dt, B, C = widen(u), jax.nn.softplus(widen(dt)), widen(B), widen(C)
+    x, log_a = (dt * u)[..., None] * B[:, :, None], -jnp.exp(self.A_log[...]) * dt[..., None]
+    h, memory = linear_recurrence(x, log_a, initial_state=memory, segment_ids=documents.ids, impl=self.impl)
+    return jnp.einsum("btdn,btn->btd", h, C, precision="highest") + self.D[...] * u, memory

@@ -1,0 +1,124 @@
+"""The costs of layers: what texts say of them, exactly, and the counts of operations against sums by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from layer_cases import CASES, D
+
+import lajax.layers as L
+from lajax import cost as costs
+
+MB, MIB = 10**6, 2**20
+
+
+def traced(layer, *sizes, **options):
+  return nnx.eval_shape(lambda: layer(*sizes, **options, rngs=nnx.Rngs(0)))
+
+
+def softmax(dtype=None, heads=16, width=96):
+  return traced(L.SoftmaxAttention, 1536, heads, width, dtype=dtype)
+
+
+def kda(dtype=None):
+  return traced(L.KimiDeltaAttention, 1536, 16, 96, dtype=dtype)
+
+
+def test_sophia():
+  """[KDA, KDA, KDA, attention] x 7, against attention in all 28 layers, at 4,096 tokens."""
+  mixer, attention = kda(jnp.bfloat16), softmax(jnp.bfloat16)
+  hybrid = costs.cost([mixer, mixer, mixer, attention] * 7, 4096, prefill=False)
+  matrices = 21 * 16
+  assert hybrid.state.numbers == matrices * 96 * 96 == 336 * 9216 == 3_096_576  # 3.1 M
+  assert hybrid.state.bytes_in(jnp.bfloat16) == 6_193_152  # 6.19 MB
+  assert hybrid.state.bytes == hybrid.state.bytes_in(jnp.float32) == 12_386_304  # 12.4 MB, as it is kept
+  assert hybrid.conv.numbers == 21 * 3 * 3 * 1536
+  whole = costs.cost([attention] * 28, 4096, prefill=False)
+  assert whole.cache.bytes == 704_643_072 == 672 * MIB
+  assert round(whole.cache.bytes / MB, 1) == 704.6
+  assert hybrid.cache.bytes * 4 == whole.cache.bytes
+  assert whole.state.numbers == whole.conv.numbers == 0
+  assert hybrid.carried.numbers == hybrid.state.numbers + hybrid.conv.numbers + hybrid.cache.numbers
+
+
+def test_one_head_of_128():
+  linear = traced(L.LinearAttention, 128, 1, 128, feature_map="identity", normalize=False)
+  assert costs.memory(linear, 10_000).state.numbers == 16_384
+  assert costs.memory(softmax(heads=1, width=128), 10_000).cache.numbers == 2_560_000
+
+
+def test_scores_in_half_precision():
+  assert costs.score_numbers(16, 1000) * 2 == 32 * 1000**2
+
+
+def test_mla_keeps_576_numbers_a_token():
+  for heads in (1, 16):
+    layer = traced(L.MLA, 256, heads, dtype=jnp.bfloat16)
+    assert costs.memory(layer, 1000).cache == costs.Size(576_000, 1_152_000)
+
+
+@pytest.mark.parametrize("layer", [L.KimiDeltaAttention, L.Mamba, L.GriffinBlock, L.RetNet])
+def test_recurrences_cost_the_same_at_any_length(layer):
+  layer = traced(layer, 64)
+  assert costs.cost(layer, 1) == costs.cost(layer, 10_000_000)
+
+
+def test_attention_grows_with_the_context():
+  layer = softmax()
+  short, long = (costs.cost(layer, n) for n in (1_024_000, 10_240_000))
+  per_key = 4 * 1536  # scores and values: two products of 16 heads of 96
+  assert per_key <= (long.decode - short.decode) / 9_216_000 <= 1.02 * per_key
+  assert per_key / 2 <= (long.prefill - short.prefill) / 9_216_000 <= 1.02 * per_key / 2
+  windowed = traced(L.SoftmaxAttention, 1536, 16, 96, window=512)
+  assert costs.cost(windowed, 10**6).cache == costs.cost(windowed, 10**7).cache
+  assert costs.cost(windowed, 10**6).decode == costs.cost(windowed, 10**7).decode
+  assert costs.cost(windowed, 10**7).prefill < costs.cost(windowed, 10**7).decode
+
+
+def test_a_layer_multiplies_by_each_weight_once_a_token():
+  """Beside it, a head's state S [K V]: decay, outer product, sum, and a product with a vector, two in the delta rule."""
+  for layer, passes in [(kda(), 7), (traced(L.GLA, 1536, 16, 96), 5)]:
+    state = costs.memory(layer, 1).state.numbers
+    work = costs.decode_operations(layer, 1) - 2 * costs.parameters(layer)
+    assert passes * state <= work <= 1.1 * passes * state
+    assert costs.decode_operations(layer, 1) < costs.prefill_operations(layer, 4096) < 1.2 * costs.decode_operations(layer, 1)
+
+
+def test_parameters():
+  assert costs.parameters(softmax()) == 4 * 1536**2
+  assert costs.cost([softmax()] * 3, 1, prefill=False).parameters == 12 * 1536**2
+
+
+def test_keys_read():
+  assert costs.keys_read(1) == 1
+  assert costs.keys_read(5) == (1 + 2 + 3 + 4 + 5) / 5
+  assert costs.keys_read(5, 2) == (1 + 2 + 2 + 2 + 2) / 5
+  assert costs.keys_read(5, 9) == costs.keys_read(5)
+
+
+def test_operations_of_a_program():
+  def program(a, b):
+    c, _ = jax.lax.scan(lambda c, _: (c @ b + 1, None), a, length=7)
+    return jax.lax.cond(a[0, 0] > 0, lambda: c * 2, lambda: c).sum() + jnp.cumsum(jnp.arange(4))[0]
+
+  a, b = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((3, 3), jnp.float32)
+  count = costs.operations(jax.make_jaxpr(program)(a, b).jaxpr)
+  assert count == 7 * (2 * 2 * 3 * 3 + 6) + 6 + 6 + 1
+  with pytest.raises(NotImplementedError, match="a loop of unknown length"):
+    costs.operations(jax.make_jaxpr(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: 2 * x, x))(1.0).jaxpr)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_every_layer_has_a_cost(case):
+  layer = nnx.eval_shape(case.make)
+  found = costs.cost(layer, 10_000_000, batch=2, prefill=False)
+  assert found.parameters >= D
+  assert found.carried.numbers > 0 or case.name == "ShortConv-width1"
+  assert found.decode > D
+
+
+def test_wrong_arguments():
+  with pytest.raises(ValueError, match=r"`length` must be a whole number of at least 1.*got 0"):
+    costs.cost(softmax(), 0)
+  with pytest.raises(ValueError, match="`layers` must be a layer or a sequence of at least one; got none"):
+    costs.cost([], 5)

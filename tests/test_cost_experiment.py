@@ -1,0 +1,73 @@
+"""The cost experiment: its table, lines and figures, the figures that must come out, one line for a bad flag."""
+
+import io
+import json
+import pathlib
+import sys
+
+import pytest
+from rich.console import Console
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import cost as experiment  # noqa: E402
+
+
+def test_run_says_whether_the_figures_came_out(tmp_path):
+  text = io.StringIO()
+  out = tmp_path / "new" / "cost"
+  lengths = ["--lengths", "4096", "1000", "10000000"]
+  config = experiment.parse(["--models", "softmax", "sophia", "kda_softmax", *lengths, "--out", str(out)])
+  experiment.run(config, Console(file=text, width=200))
+  experiment.run(config, Console(file=io.StringIO()))
+  lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+  assert [(line["model"], line["length"]) for line in lines] == [
+    (model, length) for model in config.models for length in (1000, 4096, 10**7)
+  ]
+  assert all(line["versions"]["jax"] and line["config"]["layers"] == 28 for line in lines)
+  said = text.getvalue()
+  assert "NOT AS EXPECTED" not in said
+  for expected in ("3,096,576 numbers of state = 336 x 96 x 96, 6.19 MB", "704.6 MB = 672 MiB of cache", "176.2 MB of cache"):
+    assert expected in said
+  assert said.count("as expected") == 3
+  assert "1,720.3 GB" in said  # 28 layers of softmax attention at ten million tokens
+  for name in ("memory.png", "operations.png"):
+    assert (out / name).stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("name", list(experiment.STACKS))
+def test_every_stack_can_be_made(name):
+  config = experiment.Config(layers=9, num_heads=2, head_dim=8)
+  layers = experiment.stack(config, name)
+  assert len(layers) == 9
+  assert len({id(layer) for layer in layers}) == len(set(experiment.STACKS[name]))
+  found = experiment.cost(layers, 10**7, prefill=False)
+  assert found.carried.bytes > 0
+  assert found.decode > 2 * found.parameters
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    ("--models softmax nothing", "--models: unknown nothing; known: softmax, "),
+    ("--layers 0", "--layers must be at least 1; got 0"),
+    ("--head-dim -1", "--head-dim must be at least 1; got -1"),
+    ("--lengths 5 0", "--lengths must be at least 1; got (5, 0)"),
+    ("--lengths many", "Error parsing --lengths"),
+    ("--lenght 5", "--lenght"),
+  ],
+)
+def test_bad_flags_give_one_line(flags, message, capsys):
+  with pytest.raises(SystemExit) as end:
+    experiment.parse(flags.split())
+  assert end.value.code == 2
+  error = capsys.readouterr().err
+  assert error.startswith("cost.py: error: ")
+  assert message in error
+  assert error.count("\n") == 1
+
+
+def test_sizes_are_printed_in_decimal_units():
+  assert [experiment.size(n) for n in (5, 1234, 12_345_678, 2_500_000_000)] == ["5 B", "1.23 kB", "12.3 MB", "2.50 GB"]
+  assert [experiment.tokens(n) for n in (7, 4096, 10_000, 10**7)] == ["7", "4,096", "10k", "10M"]

@@ -1,0 +1,232 @@
+"""Features, gates and bounds of layers, each against what its paper promises of it."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BUDGET, relative_rms
+from flax import nnx
+from layer_cases import QUICK, Case, D, abstract, values
+
+import lajax.layers as L
+from lajax.layers.features import favor_features, orthogonal_projection, squares
+from lajax.layers.hgrn import forget_gate
+
+
+def drawn(kind, *sizes, **options):
+  """The graph of a layer and parameters for it, without the time to compile initial values."""
+  graph, params = abstract(Case(kind.__name__, functools.partial(kind, D, *sizes, impl="recurrent", **options)))
+  return graph, values(params)
+
+
+def called(graph, params, x, state=None, segment_ids=None):
+  call = lambda params, x, state, ids: nnx.merge(graph, params)(x, state, segment_ids=ids)
+  return jax.jit(call, compiler_options=QUICK)(params, x, state, segment_ids)
+
+
+# --- Performer -------------------------------------------------------------------------------------------------------
+
+
+def test_favor_features_estimate_the_softmax_kernel_without_bias():
+  """The mean over 20,000 draws is within four of its standard errors of exp(q . k / sqrt K), and orthogonality helps."""
+  K, M, draws = 8, 16, 20_000
+  q, k = 0.5 * np.random.default_rng(0).normal(size=(2, 6, K)).astype(np.float32)
+
+  @functools.partial(jax.jit, compiler_options=QUICK)
+  def estimates(keys):
+    phi = lambda x, projections: jnp.exp(jax.vmap(lambda w: favor_features(x, w))(projections))
+    estimate = lambda projections: (phi(q, projections) * phi(k, projections)).sum(-1)
+    orthogonal = jax.vmap(lambda key: orthogonal_projection(key, K, M))(keys)
+    return estimate(orthogonal), estimate(jax.random.normal(keys[0], (draws, K, M)))
+
+  drawn, independent = (np.asarray(x, np.float64) for x in estimates(jax.random.split(jax.random.key(0), draws)))
+  want = np.exp((q * k).sum(-1) / K**0.5)
+  error = drawn.mean(0) - want
+  assert (np.abs(error) < 4 * drawn.std(0) / draws**0.5).all(), error
+  assert (np.abs(error) < 0.01 * want).all(), error
+  assert drawn.std(0).mean() < independent.std(0).mean()
+
+
+@pytest.mark.parametrize(("K", "M"), [(8, 20), (5, 3)])
+def test_directions_are_orthogonal_in_blocks_and_as_long_as_gaussian_vectors(K, M):
+  draws = jax.jit(jax.vmap(lambda key: orthogonal_projection(key, K, M)), compiler_options=QUICK)
+  many = np.asarray(draws(jax.random.split(jax.random.key(1), 4000)), np.float64)
+  w = many[0]
+  assert w.shape == (K, M)
+  for start in range(0, M, K):
+    block = w[:, start : start + K]
+    norms = np.linalg.norm(block, axis=0)
+    np.testing.assert_allclose(block.T @ block / np.outer(norms, norms), np.eye(block.shape[1]), atol=1e-6)
+  np.testing.assert_allclose((many**2).sum(1).mean(), K, rtol=0.03)  # chi-squared: mean K, variance 2 K
+  np.testing.assert_allclose((many**2).sum(1).var(), 2 * K, rtol=0.1)
+  np.testing.assert_allclose(many.mean(0), 0, atol=0.1)  # no direction is preferred
+  np.testing.assert_allclose(np.einsum("nkm,nlm->kl", many, many) / many.shape[0] / M, np.eye(K), atol=0.1)
+
+
+def test_performer_redraws_and_keeps_its_directions_out_of_the_parameters():
+  layer = L.Performer(D, 2, 8, num_features=12, rngs=nnx.Rngs(0))
+  _, params, rest = nnx.split(layer, nnx.Param, ...)
+  assert {path[0] for path in nnx.to_flat_state(params).paths} == {"in_proj", "out_proj"}
+  assert list(nnx.to_flat_state(rest).paths) == [("projection",)]
+  before = np.asarray(layer.projection)
+  layer.redraw(nnx.Rngs(1))
+  after = np.asarray(layer.projection)
+  assert after.shape == before.shape
+  assert np.abs(np.corrcoef(after.ravel(), before.ravel())[0, 1]) < 0.5
+  layer.redraw(nnx.Rngs(1))
+  np.testing.assert_array_equal(layer.projection, after)
+
+
+@pytest.mark.usefixtures("x64")
+def test_performer_does_not_underflow():
+  """Keys so long that all features are below e^-150: relative to the largest so far, they still weigh."""
+  graph, params = drawn(L.Performer, 1, 8, num_features=16, param_dtype=jnp.float64)
+  w_in = np.array(params["in_proj"]["kernel"])
+  w_in[:, 8:16] *= 20
+  params["in_proj"]["kernel"] = params["in_proj"]["kernel"].replace(w_in)
+  x = np.random.default_rng(0).normal(size=(1, 9, D))
+  q, k, v = np.split(x[0] @ w_in, 3, axis=1)
+  projection = params["projection"][...]
+  log_q, log_k = np.asarray(favor_features(q, projection)), np.asarray(favor_features(k, projection))
+  assert log_k.max() < -150
+  want = np.zeros((9, 8))
+  for t in range(9):
+    scores = log_q[t] + log_k[: t + 1]
+    e = np.exp(scores - scores.max()).sum(axis=1)
+    want[t] = e @ v[: t + 1] / e.sum()
+  y, _ = called(graph, params, x)
+  assert relative_rms(y[0], want @ np.asarray(params["out_proj"]["kernel"])) < 1e-6  # the eps of the denominator is 1e-10
+
+
+# --- polynomials, positions ------------------------------------------------------------------------------------------
+
+
+def test_squares_are_the_squared_product():
+  q, k = np.random.default_rng(0).normal(size=(2, 7, 5)).astype(np.float32)
+  assert squares(q).shape == (7, 15)
+  np.testing.assert_allclose((squares(q) * squares(k)).sum(-1), (q * k).sum(-1) ** 2 / 5, rtol=1e-4)
+
+
+def test_cosformer_stops_at_its_maximum_length():
+  graph, params = drawn(L.CosFormer, 2, 8, max_length=4)
+  layer = nnx.merge(graph, params)
+  x = np.random.default_rng(0).normal(size=(1, 5, D)).astype(np.float32)
+  remedy = r"at most max_length = 4 tokens; got 5.*max_length=5 or more"
+  with pytest.raises(ValueError, match=remedy):
+    layer(x)
+  with pytest.raises(ValueError, match=remedy):
+    layer(x[:, :1], layer.init_state(1)._replace(length=jnp.array([4])))
+  y, _ = called(graph, params, x)  # under jit
+  assert np.isfinite(y[:, :4]).all()
+  assert np.isnan(y[:, 4]).all()
+  y, _ = called(graph, params, np.concatenate([x, x], axis=1), segment_ids=np.array([[0] * 4 + [1] * 4 + [-1] * 2]))
+  assert np.isfinite(y).all()
+
+
+# --- HGRN ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+def test_lower_bounds_grow_from_zero_to_below_one():
+  logits = np.random.default_rng(0).normal(size=(5, 3))
+  bounds = np.asarray(L.hgrn_lower_bounds(jnp.asarray(logits)))
+  share = np.exp(logits) / np.exp(logits).sum(0)
+  np.testing.assert_allclose(bounds, np.cumsum(share, axis=0) - share[0], atol=1e-15)
+  assert not bounds[0].any()
+  assert (np.diff(bounds, axis=0) > 0).all()
+  assert (bounds < 1).all()
+
+
+def test_forget_gate_is_exact_at_both_ends():
+  """Against float64: gates next to 1 keep their distance from it, and the gradient of a gate that forgets all is finite."""
+  f = np.array([-200.0, -70, -30, -1, 0, 1e-3, 5, 20, 90], np.float32)
+  for bound in (0.0, 0.3):
+    g, forgets = forget_gate(f, bound)
+    keep = bound + (1 - bound) / (1 + np.exp(-np.maximum(f, -80.0).astype(np.float64)))
+    miss = (1 - bound) * np.exp(-np.logaddexp(0, f.astype(np.float64)))
+    np.testing.assert_allclose(forgets, miss, rtol=1e-6, atol=1e-38)
+    np.testing.assert_allclose(g, np.where(f > 0, np.log1p(-np.minimum(miss, 0.9)), np.log(keep)), rtol=1e-5, atol=1e-38)
+    slope = jax.vmap(jax.grad(lambda f, bound=bound: forget_gate(f, bound)[0]))(f)
+    exact = (1 - bound) * np.exp(-np.logaddexp(0, f.astype(np.float64)) - np.logaddexp(0, -f.astype(np.float64))) / keep
+    np.testing.assert_allclose(slope, np.where(f < -80, 0, exact), rtol=1e-5, atol=1e-38)
+  by_bound = jax.grad(lambda bound: forget_gate(jnp.float32(2), bound)[0])(jnp.float32(0))
+  np.testing.assert_allclose(by_bound, 1 / jax.nn.sigmoid(2.0) - 1, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [L.HGRN, L.HGRN2], ids=lambda kind: kind.__name__)
+def test_learned_lower_bounds(kind):
+  """A number and an array of it are the same; a model that trains logits hands the bounds to its layers in each call."""
+  options, shape = ({"width": 16}, (16,)) if kind is L.HGRN else ({"num_heads": 2, "head_dim": 8}, (2, 8))
+  make = lambda lower_bound: kind(D, **options, lower_bound=lower_bound, impl="recurrent", rngs=nnx.Rngs(0))
+  x = np.random.default_rng(0).normal(size=(1, 5, D)).astype(np.float32)
+
+  class Model(nnx.Module):
+    def __init__(self):
+      self.logits = nnx.Param(jnp.zeros((3, *shape)))
+      self.layers = nnx.List([make(lower_bound=jnp.zeros(shape)) for _ in range(3)])
+
+    def __call__(self, x):
+      for layer, bound in zip(self.layers, L.hgrn_lower_bounds(self.logits[...]), strict=True):
+        layer.lower_bound[...] = bound
+        x = x + layer(x)[0]
+      return x
+
+  @nnx.jit
+  def gradient(x):
+    model = Model()
+    fixed = [make(lower_bound=bound) for bound in (0.0, 1 / 3, 2 / 3)]
+    want = functools.reduce(lambda x, layer: x + layer(x)[0], fixed, x)
+    return model(x), want, nnx.grad(lambda model: (model(x) ** 2).sum())(model)["logits"][...]
+
+  got, want, d = gradient(x)
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+  assert np.isfinite(d).all()
+  assert (np.abs(d).max(axis=tuple(range(1, d.ndim))) > 0).all()
+  for wrong in (1.0, -0.1):
+    with pytest.raises(ValueError, match=r"`lower_bound` must be in \[0, 1\)"):
+      make(lower_bound=wrong)
+  with pytest.raises(ValueError, match="`lower_bound` must be"):
+    make(lower_bound=jnp.zeros(3))
+
+
+# --- Lightning -------------------------------------------------------------------------------------------------------
+
+
+def test_lightning_forgets_less_in_later_layers():
+  kept = []
+  for layer_index in range(4):
+    graph, params = drawn(L.Lightning, 4, 4, layer_index=layer_index, num_layers=4)
+    state = nnx.merge(graph, params).init_state(1)._replace(memory=jnp.ones((1, 4, 4, 4)))
+    _, state = called(graph, params, np.zeros((1, 1, D), np.float32), state)
+    kept.append(np.asarray(state.memory)[0, :, 0, 0])
+  assert all((after > before).all() for before, after in itertools.pairwise(kept))
+  np.testing.assert_allclose(-np.log(kept[0]), 2.0 ** -np.arange(2, 10, 2) * (1 + 1e-5), rtol=1e-4)
+  with pytest.raises(ValueError, match=r"`layer_index` must be in 0 .. num_layers - 1 = 3; got 4"):
+    L.Lightning(D, layer_index=4, num_layers=4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("make", [
+  lambda: L.Performer(D, num_features=0, rngs=nnx.Rngs(0)),
+  lambda: L.CosFormer(D, max_length=0, rngs=nnx.Rngs(0)),
+  lambda: L.HGRN(D, width=0, rngs=nnx.Rngs(0)),
+  *(lambda kind=kind: kind(D, head_dim=0, rngs=nnx.Rngs(0)) for kind in (L.Based, L.ReBased, L.Hedgehog, L.Lightning, L.HGRN2)),
+])  # fmt: skip
+def test_sizes_must_be_positive(make):
+  with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+    make()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [L.Performer, L.CosFormer, L.Based, L.ReBased, L.Hedgehog], ids=lambda kind: kind.__name__)
+def test_half_precision(kind):
+  graph, params = drawn(kind, 2, 4)
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, D)), jnp.bfloat16)
+  want, _ = called(graph, params, x.astype(jnp.float32))
+  half, _ = drawn(kind, 2, 4, dtype=jnp.bfloat16)
+  y, _ = called(half, params, x)
+  assert y.dtype == jnp.bfloat16
+  assert relative_rms(y, want) < 10 * BUDGET["bfloat16"]["value"]  # projections and features are rounded too
