@@ -56,6 +56,79 @@ def delta_rule(q, k, v, beta, g=None):
   return over_tokens(step, _zeros(k, v), q, k, v, beta, *gates)
 
 
+def rwkv6(q, k, v, g, bonus):
+  q, k, v, g, u = _wide(q * q.shape[-1] ** -0.5, k, v, g, bonus)
+
+  def step(S, q, k, v, g):
+    write = jnp.einsum("bhk,bhv->bhkv", k, v)
+    return _decayed(S, g) + write, jnp.einsum("bhk,bhkv->bhv", q, S + u[..., None] * write)
+
+  return over_tokens(step, _zeros(k, v), q, k, v, g)
+
+
+def gdn2(q, k, v, g, erase, write):
+  q, k, v, g, erase, write = _wide(q * q.shape[-1] ** -0.5, k, v, g, erase, write)
+
+  def step(S, q, k, v, g, erase, write):
+    S = _decayed(S, g)
+    error = write * v - jnp.einsum("bhk,bhkv->bhv", erase * k, S)
+    S = S + jnp.einsum("bhk,bhv->bhkv", k, error)
+    return S, jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  return over_tokens(step, _zeros(k, v), q, k, v, g, erase, write)
+
+
+def delta_product(q, k, v, beta, g):
+  q, k, v, beta, g = _wide(q * q.shape[-1] ** -0.5, k, v, beta, g)
+
+  def step(S, q, k, v, beta, g):
+    S = _decayed(S, g)
+    for r in range(k.shape[1]):
+      error = beta[:, r, :, None] * (v[:, r] - jnp.einsum("bhk,bhkv->bhv", k[:, r], S))
+      S = S + jnp.einsum("bhk,bhv->bhkv", k[:, r], error)
+    return S, jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  return over_tokens(step, _zeros(k[:, :, 0], v[:, :, 0]), q, k, v, beta, g)
+
+
+def gated_oja(q, k, v, beta, g):
+  q, k, v, beta, g = _wide(q * q.shape[-1] ** -0.5, k, v, beta, g)
+
+  def step(S, q, k, v, beta, g):
+    S = S * jnp.exp(g)[..., None, :]
+    error = k - jnp.einsum("bhkv,bhv->bhk", S, v)
+    S = S + jnp.einsum("bhk,bhv->bhkv", error, beta[..., None] * v)
+    return S, jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  return over_tokens(step, _zeros(k, v), q, k, v, beta, g)
+
+
+def dplr(q, k, v, a, b, g):
+  q, k, v, a, b, g = _wide(q * q.shape[-1] ** -0.5, k, v, a, b, g)
+
+  def step(S, q, k, v, a, b, g):
+    read = jnp.einsum("bhk,bhkv->bhv", a, S)
+    S = _decayed(S, g) + jnp.einsum("bhk,bhv->bhkv", b, read) + jnp.einsum("bhk,bhv->bhkv", k, v)
+    return S, jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  return over_tokens(step, _zeros(k, v), q, k, v, a, b, g)
+
+
+def mlstm(q, k, v, i, f):
+  q, k, v, i, f = _wide(q * q.shape[-1] ** -0.5, k, v, i, f)
+
+  def step(state, q, k, v, i, f):
+    C, n, m = state
+    top = jnp.maximum(f + m, i)
+    forget, write = jnp.exp(f + m - top)[..., None], jnp.exp(i - top)[..., None] * k
+    C = forget[..., None] * C + jnp.einsum("bhk,bhv->bhkv", write, v)
+    n = forget * n + write
+    below = jnp.maximum(abs(jnp.einsum("bhk,bhk->bh", q, n)), jnp.exp(-top))
+    return (C, n, top), jnp.einsum("bhk,bhkv->bhv", q, C) / below[..., None]
+
+  return over_tokens(step, (_zeros(k, v), jnp.zeros_like(k[:, 0]), jnp.zeros_like(i[:, 0])), q, k, v, i, f)
+
+
 def linear_recurrence(x, log_a):
   def step(h, x, log_a):
     h = jnp.exp(log_a) * h + x
@@ -139,6 +212,13 @@ PLAIN: dict[str, dict[str, Baseline]] = {
     QUADRATIC: Baseline(quadratic_attention),
     "jax.nn.dot_product_attention": Baseline(dot_product_attention),
   },
+  "rwkv6": {TOKEN_SCAN: Baseline(rwkv6)},
+  "gdn2": {TOKEN_SCAN: Baseline(gdn2)},
+  "delta_product": {TOKEN_SCAN: Baseline(delta_product)},
+  "gated_oja": {TOKEN_SCAN: Baseline(gated_oja)},
+  "rwkv7": {TOKEN_SCAN: Baseline(dplr)},
+  "comba": {TOKEN_SCAN: Baseline(dplr)},
+  "mlstm": {TOKEN_SCAN: Baseline(mlstm)},
 }
 
 

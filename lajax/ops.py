@@ -34,6 +34,7 @@ Matrix = Float[Array, "B HV K V"]
 MLSTMState = tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]]
 
 CHUNK = 64  # tokens in a chunk
+CHANNEL_CHUNK = 32  # with one decay a channel, where pairs of tokens cost more
 DIRECT = 512  # tokens up to which attention's matrix of scores is made whole
 
 
@@ -66,7 +67,8 @@ def linear_attention(
     initial_state: [B HV K V], the state before the first token; None for zeros.
     segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for the default, 64.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
+      one decay a channel.
     impl: the form, see above.
 
   Returns:
@@ -126,7 +128,8 @@ def normalized_linear_attention(
     initial_state: (S [B HV K V], z [B HV K]), the state before the first token; None for zeros.
     segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for the default, 64.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
+      one decay a channel.
     impl: the form, see above.
 
   Returns:
@@ -185,7 +188,8 @@ def delta_rule(
     initial_state: [B HV K V], the state before the first token; None for zeros.
     segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for the default, 64.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
+      one decay a channel.
     impl: the form, see above.
 
   Returns:
@@ -252,7 +256,8 @@ def delta_product(
     initial_state: [B HV K V], the state before the first token; None for zeros.
     segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: delta steps (of which a token has R) in a chunk of the chunked form; None for the default, 64.
+    chunk_size: delta steps (of which a token has R) in a chunk of the chunked form; None for 64, or 32 with
+      one decay a channel.
     impl: the form, see above.
 
   Returns:
@@ -274,9 +279,9 @@ def delta_product(
   if R == 0:
     raise ValueError("`k` must be [B T R H K] with R of at least 1, the corrections of a token; got R = 0.")
   steps = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
-  alone = lambda x, r: None if x is None else steps(jnp.pad(x[:, :, None], [(0, 0), (0, 0), (r, R - 1 - r)] + [(0, 0)] * (x.ndim - 2)))
+  alone = lambda x, r: steps(jnp.pad(x[:, :, None], [(0, 0), (0, 0), (r, R - 1 - r)] + [(0, 0)] * (x.ndim - 2)))
   o, state = delta_rule(
-    alone(q, R - 1), steps(k), steps(v), steps(beta), alone(g, 0), scale=scale, initial_state=initial_state,
+    alone(q, R - 1), steps(k), steps(v), steps(beta), None if g is None else alone(g, 0), scale=scale, initial_state=initial_state,
     segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, R, axis=1), chunk_size=chunk_size, impl=impl,
   )  # fmt: skip
   return o[:, R - 1 :: R], state
@@ -308,7 +313,8 @@ def gated_oja(
     initial_state: [B HV K V], the state before the first token; None for zeros.
     segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for the default, 64.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
+      one decay a channel.
     impl: the form, see above.
 
   Returns:
@@ -365,7 +371,8 @@ def dplr(
     initial_state: [B HV K V], the state before the first token; None for zeros.
     segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for the default, 64.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
+      one decay a channel.
     impl: the form, see above.
 
   Returns:
@@ -419,7 +426,8 @@ def mlstm(
     initial_state: (C [B HV K V], n [B HV K], m [B HV]), the state before the first token; None for zeros, as an m of 0.
     segment_ids: [B T], the document of each token. A change of id sets C, n and m to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for the default, 64.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
+      one decay a channel.
     impl: the form, see above.
 
   Returns:
@@ -617,7 +625,9 @@ def _run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision):
     impl = "recurrent" if sizes["T"] == 1 or elementwise else "chunked"
   if sizes["T"] == 0 or 0 in state.shape:
     return jnp.zeros((sizes["B"], sizes["T"], *state.shape[1:2], *state.shape[3:]), state.dtype), state
-  return _compute(rule, tokens, state, segment_ids, impl, chunk_size or CHUNK, precision)
+  by_channel = getattr(tokens, "g", None) is not None and tokens.g.ndim == 4
+  chunk_size = chunk_size or (CHANNEL_CHUNK if by_channel else CHUNK)
+  return _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision)
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "impl", "chunk_size", "precision"))

@@ -111,6 +111,7 @@ def test_scaling_is_exactly_the_product_by_n():
       np.testing.assert_allclose(o[b, :, h], q[b, :, h] @ k[b, :, h].T @ v[b, :, h] / T, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dtypes(kind, dtype):
@@ -192,6 +193,7 @@ def layer(name):
   return values(params), jax.jit(call, compiler_options=QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @EVERY_LAYER
 def test_documents_are_independent_and_padding_is_inert(name):

@@ -119,6 +119,7 @@ def test_griffin_with_biases_is_one_of_a_wider_input():
 # --- forgetting attention --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_forgetting_reads_alike_with_and_without_a_cache():
   """Gates that forget all, some and nothing; the last is softmax attention."""
@@ -196,6 +197,7 @@ def test_mla_defaults():
   assert layer.norm.eps == 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [functools.partial(L.MLA, **SIZES), L.ForgettingAttention])
 def test_full_cache(layer):
   layer = layer(D, 2, 8, max_length=4, rngs=nnx.Rngs(0))

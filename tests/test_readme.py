@@ -6,7 +6,11 @@ import pathlib
 import re
 import subprocess
 
+import cases
 import pytest
+
+import lajax
+import lajax.layers as L
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
@@ -59,3 +63,30 @@ def test_paths_named_in_the_docs_exist(name):
   named = set(re.findall(r"`((?:lajax|tests|experiments|\.ci)/[\w./*-]*)`", text))
   missing = sorted(path for path in named if not list(ROOT.glob(path.rstrip("/"))))
   assert not missing
+
+
+def systems() -> list[dict[str, str]]:
+  """The rows of the table of systems, by column."""
+  lines = README[README.index("| system |") :].split("\n\n")[0].splitlines()
+  split = lambda line: [cell.strip() for cell in line.strip("|").split("|")]
+  head = split(lines[0])
+  return [dict(zip(head, split(line), strict=True)) for line in lines[2:]]
+
+
+def test_the_table_of_systems_is_whole():
+  """Every layer that mixes tokens stands in it once, every op at least once."""
+  names = lambda column: [name for row in systems() for name in re.findall(r"`(\w+)`", row[column])]
+  mixers = [name for name in L.__all__ if isinstance(getattr(L, name), type) and name not in PIECES]
+  assert sorted(names("layer `L.…`")) == sorted(mixers)
+  assert set(names("op `lajax.…`")) == set(lajax.__all__)
+
+
+PIECES = ("GatedRMSNorm", "LayerState", "Mixer", "ShortConv")
+
+
+def test_the_table_of_systems_names_the_forms_that_ops_have():
+  forms = {case.op: case.impls for case in cases.CASES.values()}
+  for row in systems():
+    op = row["op `lajax.…`"].strip("`")
+    ticked = {form for form in ("recurrent", "associative", "chunked", "pallas") if row[form] == "✓"}
+    assert ticked == set(forms.get(op, ())), row

@@ -1,5 +1,6 @@
 """The speed experiment: its baselines compute what lajax computes, its tables have every row, bad flags give one line."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -9,6 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from cases import quick
 from rich.console import Console
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -16,41 +18,52 @@ sys.path.insert(0, str(ROOT / "experiments"))
 
 import speed  # noqa: E402
 from speed_baselines import PLAIN  # noqa: E402
+from speed_cases import CORE, OPS  # noqa: E402
+from speed_config import FORMS, Config, parse  # noqa: E402
+from speed_report import forms_table  # noqa: E402
+from speed_timing import decode, inputs_of, plan, reference_of  # noqa: E402
 
-TINY = speed.Config(length=3, batch=1, heads=2, width=4, repeats=2, positions=(3, 9))
+TINY = Config(length=3, batch=1, heads=2, width=4, repeats=2, positions=(3, 9))
 
 
-@pytest.mark.parametrize("op", speed.OPS)
+@pytest.mark.parametrize("op", OPS)
 def test_baselines_agree_with_lajax(op):
-  inputs = speed.inputs_of(TINY, op, TINY.length)
-  form = functools.partial(speed.OPS[op].call, impl="recurrent")
+  inputs = inputs_of(TINY, op, TINY.length)
+  form = functools.partial(OPS[op].call, impl="recurrent")
   calls = {"recurrent": form} | {name: baseline.call for name, baseline in PLAIN[op].items()}
-  results = jax.jit(lambda inputs: {name: call(**inputs) for name, call in calls.items()})(inputs)
+  together = lambda inputs: {name: call(**inputs) for name, call in calls.items()}
+  results = jax.jit(together, compiler_options=quick())(inputs)
   want = results.pop("recurrent")
   for name, got in results.items():
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(a, b, atol=1e-4 * float(abs(b).max()), rtol=0, err_msg=name)
 
 
-def test_table_has_every_op_in_every_form():
-  config = speed.Config(forms=speed.FORMS)
-  rows = speed.plan(config, {})
-  assert {(row.op, row.name) for row in rows} >= {(op, form) for op in speed.OPS for form in speed.FORMS}
+@pytest.mark.parametrize(("arguments", "ops"), [([], CORE), (["--ops", "all"], OPS)], ids=["default", "all"])
+def test_table_has_every_op_in_every_form(arguments, ops):
+  config = parse(["--forms", *FORMS, *arguments])
+  rows = plan(config, {})
+  assert {(row.op, row.name) for row in rows} >= {(op, form) for op in ops for form in FORMS}
   assert len({(row.op, row.name, row.length) for row in rows}) == len(rows)
-  table = speed.forms_table(config, rows)
+  table = forms_table(config, rows)
   assert table.row_count == len(rows)
-  assert set(table.columns[0].cells) == set(speed.OPS)
+  assert set(table.columns[0].cells) == set(ops)
   for row in rows:  # each row's reference stands at as many tokens, unless nothing there is timed
     if row.name != "associative" or row.op in config.associative:
-      assert (row.op, speed.reference_of(row.op), row.length) in {(r.op, r.name, r.length) for r in rows}
+      assert (row.op, reference_of(row.op), row.length) in {(r.op, r.name, r.length) for r in rows}
+
+
+def test_decoding_takes_inputs_without_tokens():
+  lines = decode(dataclasses.replace(TINY, ops=("rwkv6",), repeats=1))
+  assert [(line["op"], line["position"]) for line in lines] == [("rwkv6", 3), ("rwkv6", 9)]
 
 
 def test_run_prints_figures_and_writes_lines(tmp_path):
   text = io.StringIO()
   out = tmp_path / "speed.jsonl"
-  config = speed.parse(
+  config = parse(
     [
-      *("--ops", "linear_attention", "--length", "16", "--heads", "1", "--width", "4", "--repeats", "2"),
+      *("--ops", "linear_recurrence", "--length", "16", "--heads", "1", "--width", "4", "--repeats", "2"),
       *("--positions", "3", "9", "--forms", "recurrent", "auto", "pallas", "--out", str(out), "--associative"),
       *("simple_gla", "--scaling", "--lengths", "16", "32"),
     ]
@@ -85,7 +98,7 @@ def test_run_prints_figures_and_writes_lines(tmp_path):
 )
 def test_bad_flags_give_one_line(arguments, said, capsys):
   with pytest.raises(SystemExit) as end:
-    speed.parse(arguments)
+    parse(arguments)
   assert end.value.code == 2
   message = capsys.readouterr().err
   assert message.startswith("speed.py: error: ")

@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
   A: Array
   B: Array
-  R: Array
+  R: Any  # an array, or whatever the rule's `respond` reads
   O: Array
 
 

@@ -1,0 +1,148 @@
+"""The ops that `speed.py` times, and inputs of a usual size: decays near 1, keys of unit length where a method wants it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import lajax
+import lajax.recurrence as R
+
+STEPS = 2  # delta steps of a token in delta_product
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+  call: Callable[..., tuple]  # (**inputs, impl=) -> (outputs, state)
+  draw: Callable[..., dict[str, np.ndarray]]  # (generator, config, T) -> inputs
+  step: Callable[..., tuple] | None  # (state, **inputs without T) -> (state, output)
+  map_size: Callable[[Any], int]  # config -> numbers in the maps that an associative scan keeps for one token
+  meaning: str = ""  # what the name does not say
+  untimed: tuple[str, ...] = ()  # inputs without an axis T
+
+
+def _qkv(rng, c, T):
+  draw = lambda width: rng.standard_normal((c.batch, T, c.heads, width))
+  return {"q": draw(c.width), "k": draw(c.width), "v": draw(c.value_width or c.width)}
+
+
+def _log_decay(rng, *shape):
+  return -np.log1p(np.exp(-rng.standard_normal(shape))) / 16  # log sigmoid / 16, as in GLA
+
+
+def _sigmoid(rng, *shape):
+  return 1 / (1 + np.exp(-rng.standard_normal(shape)))
+
+
+def _unit(x):
+  return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _positive(rng, c, T):
+  x = _qkv(rng, c, T)
+  return x | {name: np.abs(x[name]) + 0.1 for name in "qk"}
+
+
+def _delta(rng, c, T):
+  x = _qkv(rng, c, T)
+  return x | {"k": _unit(x["k"]), "beta": _sigmoid(rng, c.batch, T, c.heads)}
+
+
+def _delta_gates(rng, c, T):
+  x = _gated(_qkv, "channel")(rng, c, T)
+  return x | {"k": _unit(x["k"]), "erase": _sigmoid(rng, *x["k"].shape), "write": _sigmoid(rng, *x["v"].shape)}
+
+
+def _delta_product(rng, c, T):
+  x = _qkv(rng, c, T)
+  split = lambda name: rng.standard_normal((c.batch, T, STEPS, *x[name].shape[2:]))
+  return x | {"k": _unit(split("k")), "v": split("v"), "beta": 2 * _sigmoid(rng, c.batch, T, STEPS, c.heads)}
+
+
+def _oja(rng, c, T):
+  x = _qkv(rng, c, T)
+  gates = {"beta": _sigmoid(rng, c.batch, T, c.heads), "g": _log_decay(rng, *x["v"].shape)}
+  return x | {"v": _unit(x["v"])} | gates
+
+
+def _bonus(rng, c, T):
+  return _gated(_qkv, "channel")(rng, c, T) | {"bonus": rng.standard_normal((c.heads, c.width))}
+
+
+def _removal_keys(rng, c, T):
+  x = _gated(_qkv, "channel")(rng, c, T)
+  kappa = _unit(rng.standard_normal(x["k"].shape))
+  return x | {"k": _unit(x["k"]), "a": -kappa, "b": kappa * _sigmoid(rng, *kappa.shape)}
+
+
+def _feedback(rng, c, T):
+  x = _gated(_delta, "head")(rng, c, T)
+  beta, k = x.pop("beta")[..., None], x["k"]
+  return x | {"v": beta * x["v"], "a": k / (1 + np.exp(-1)), "b": -beta * k}
+
+
+def _exponential_gates(rng, c, T):
+  gates = {"i": rng.standard_normal((c.batch, T, c.heads)), "f": _log_decay(rng, c.batch, T, c.heads)}
+  return _qkv(rng, c, T) | gates
+
+
+def _gated(draw: Callable, gate: str):
+  extra = lambda c: (c.width,) if gate == "channel" else ()
+  return lambda rng, c, T: draw(rng, c, T) | {"g": _log_decay(rng, c.batch, T, c.heads, *extra(c))}
+
+
+def _elementwise(rng, c, T):
+  shape = (c.batch, T, c.heads * c.width)
+  return {"x": rng.standard_normal(shape), "log_a": _log_decay(rng, *shape)}
+
+
+_additive_map = lambda c: c.batch * c.heads * c.width * (c.value_width or c.width)
+_matrix_map = lambda c: _additive_map(c) + c.batch * c.heads * c.width * c.width
+_value_map = lambda c: _additive_map(c) + c.batch * c.heads * (c.value_width or c.width) ** 2
+_linear = functools.partial(Op, lajax.linear_attention, step=R.linear_attention_step, map_size=_additive_map)
+_corrected = functools.partial(Op, lajax.delta_rule, step=R.delta_rule_step, map_size=_matrix_map)
+_low_rank = functools.partial(Op, lajax.dplr, step=R.dplr_step, map_size=_matrix_map)
+
+CORE: dict[str, Op] = {  # timed by default
+  "linear_attention": _linear(draw=_qkv, meaning="no decay"),
+  "simple_gla": _linear(draw=_gated(_qkv, "head"), meaning="linear attention, one decay a head"),
+  "gla": _linear(draw=_gated(_qkv, "channel"), meaning="one decay a channel"),
+  "normalized": Op(
+    lajax.normalized_linear_attention,
+    _positive,
+    R.normalized_linear_attention_step,
+    _additive_map,
+    meaning="linear attention over q . z",
+  ),
+  "delta_rule": _corrected(draw=_delta),
+  "gated_delta_rule": _corrected(draw=_gated(_delta, "head")),
+  "kda": _corrected(draw=_gated(_delta, "channel"), meaning="delta rule, one decay a channel"),
+  "linear_recurrence": Op(
+    lajax.linear_recurrence, _elementwise, R.linear_recurrence_step, lambda c: 2 * c.batch * c.heads * c.width
+  ),
+  "attention": Op(lambda impl, **x: (lajax.attention(**x, impl=impl), ()), _qkv, None, lambda c: 0),
+}
+
+OPS: dict[str, Op] = CORE | {
+  "rwkv6": _linear(draw=_bonus, meaning="gla with a bonus for the token itself", untimed=("bonus",)),
+  "gdn2": Op(
+    functools.partial(lajax.delta_rule, beta=None),
+    _delta_gates,
+    functools.partial(R.delta_rule_step, beta=None),
+    _matrix_map,
+    meaning="Gated DeltaNet 2, kda with erase and write gates",
+  ),
+  "delta_product": Op(
+    lajax.delta_product,
+    _gated(_delta_product, "head"),
+    R.delta_product_step,
+    lambda c: STEPS * _matrix_map(c),
+    meaning=f"{STEPS} delta steps a token, one decay a head",
+  ),
+  "gated_oja": Op(lajax.gated_oja, _oja, R.gated_oja_step, _value_map, meaning="one decay a channel of the value"),
+  "rwkv7": _low_rank(draw=_removal_keys, meaning="dplr, one decay a channel"),
+  "comba": _low_rank(draw=_feedback, meaning="dplr, one decay a head"),
+  "mlstm": Op(lajax.mlstm, _exponential_gates, R.mlstm_step, _additive_map),
+}

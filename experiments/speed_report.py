@@ -1,0 +1,93 @@
+"""What `speed.py` prints: forms and baselines with notes, decoding, and time over the number of tokens."""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from rich.table import Table
+from speed_cases import OPS
+from speed_config import Config, describe_device
+from speed_timing import MAPS_MIB, Row, milliseconds
+
+
+def forms_table(config: Config, rows: Sequence[Row]) -> Table:
+  value_width = config.value_width or config.width
+  sizes = f"batch {config.batch}, {config.heads} heads, K {config.width}, V {value_width}, {config.dtype}"
+  table = Table(title=f"Speed: {sizes}; {describe_device()}; median of {config.repeats} rounds")
+  for name in ("op", "form or baseline"):
+    table.add_column(name, no_wrap=True)
+  for name in ("tokens", "forward ms", "f+b ms", "lowest - highest", "ratio", "compile s", "temp MiB"):
+    table.add_column(name, justify="right", no_wrap=True)
+  for row, following in itertools.zip_longest(rows, rows[1:]):
+    number = lambda x, form=".1f": "-" if x is None else format(x, form)
+    spread = "-" if not row.both else f"{1e3 * min(row.both):.1f} - {1e3 * max(row.both):.1f}"
+    table.add_row(
+      row.op,
+      row.name if row.baseline is None else f"  {row.name}",
+      str(row.length),
+      number(milliseconds(row.forward)),
+      number(milliseconds(row.both)),
+      spread,
+      number(row.ratio, ".2f"),
+      number(row.compile_seconds),
+      number(row.temp_mib, ".0f"),
+      end_section=following is not None and following.op != row.op,
+    )
+  return table
+
+
+def notes(config: Config, rows: Sequence[Row]) -> list[str]:
+  """What the table cannot say."""
+  found = [f"{name}: {OPS[name].meaning}." for name in config.ops if OPS[name].meaning]
+  found = [" ".join(found)] if found else []
+  found.append(
+    "f+b: loss sum(o o) + sum(state state) and the gradients of all inputs. ratio: f+b of the naive token scan (attention: "
+    "of the quadratic softmax) at the same tokens over the row's, so larger is faster. compile and temp: of f+b."
+  )
+  if any(row.both and row.length != config.length for row in rows):
+    found.append(
+      f"Rows of fewer than {config.length} tokens: associative scans, which keep a map for every token, where all maps exceed "
+      f"{MAPS_MIB} MiB; attention's recurrent form, which reads all keys for each query. Not timed at {config.length}."
+    )
+  for why, group in itertools.groupby(sorted(rows, key=lambda row: row.why_not), key=lambda row: row.why_not):
+    if why:
+      found.append(f"{', '.join(f'{row.op} {row.name}' for row in group)}: {why}")
+  tolerance = 1e-3 if config.dtype in ("float32", "float64") else 0.1
+  for (op, T), group in itertools.groupby(rows, key=lambda row: (row.op, row.length)):
+    losses = {row.name: row.loss for row in group if row.loss is not None}
+    first = next(iter(losses.values()), 0.0)
+    odd = [f"{name} {loss:.6g}" for name, loss in losses.items() if not abs(loss - first) <= tolerance * abs(first)]
+    if odd:
+      found.append(f"{op} at {T} tokens: these losses differ from {next(iter(losses))}'s {first:.6g}: {', '.join(odd)}")
+  return found
+
+
+def decode_table(config: Config, lines: list[dict]) -> Table:
+  table = Table(title=f"Decoding one token, µs (state donated; {describe_device()})")
+  table.add_column("op", no_wrap=True)
+  for position in config.positions:
+    table.add_column(f"at position {position:,}", justify="right")
+  table.add_column("last / first", justify="right")
+  for op, group in itertools.groupby(lines, key=lambda line: line["op"]):
+    group = list(group)
+    rounds = zip(group[-1]["step_seconds"], group[0]["step_seconds"], strict=True)
+    quotient = statistics.median(last / first for last, first in rounds)
+    table.add_row(op, *(f"{line['step_us']:.1f}" for line in group), f"{quotient:.2f}")
+  return table
+
+
+def scaling_table(config: Config, lines: list[dict]) -> Table:
+  table = Table(title=f"Chunked form, forward+backward, µs a token ({describe_device()})")
+  table.add_column("op", no_wrap=True)
+  lengths = sorted(set(config.lengths))
+  for T in lengths:
+    table.add_column(f"{T} tokens", justify="right")
+  table.add_column("slope of log time over log tokens", justify="right")
+  for op, group in itertools.groupby(lines, key=lambda line: line["op"]):
+    group = list(group)
+    a_token = {line["length"]: 1e3 * line["both_ms"] / line["length"] for line in group}
+    slope = "-" if group[0]["slope"] is None else f"{group[0]['slope']:.3f}"
+    table.add_row(op, *(f"{a_token[T]:.1f}" if T in a_token else "-" for T in lengths), slope)
+  return table
+
+

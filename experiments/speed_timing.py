@@ -1,0 +1,278 @@
+"""How `speed.py` times: the rows of its table, compiled programs and their memory, rounds, decoding, scaling."""
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from speed_baselines import ASSOCIATIVE_SCAN, PLAIN, QUADRATIC, TOKEN_SCAN, Baseline, TorchTimer
+from speed_cases import OPS
+from speed_config import FORMS, Config, platform
+
+MAPS_MIB = 64  # forms that keep a map for every token are timed at as many tokens as fit in this
+PATIENCE = 6.0  # seconds: no longer sequence is tried for an op once one run takes more than a quarter of this
+CALLS = 10  # decode steps timed together
+DECODE_ROUNDS = 40  # for each of the config's
+POOL = 64  # different tokens that a decoded sequence is made of
+
+
+@dataclasses.dataclass
+class Row:
+  """One op in one form, or one baseline, at so many tokens; the figures are None where it cannot run."""
+
+  op: str
+  name: str
+  length: int
+  baseline: Baseline | None = None
+  forward: list[float] | None = None  # seconds, one a round
+  both: list[float] | None = None
+  ratio: float | None = None
+  compile_seconds: float | None = None
+  temp_mib: float | None = None
+  loss: float | None = None
+  why_not: str = ""
+
+  def as_line(self) -> dict:
+    kind = "form" if self.baseline is None else "baseline"
+    times = {"forward_ms": milliseconds(self.forward), "both_ms": milliseconds(self.both)}
+    rounds = {"forward_seconds": self.forward, "both_seconds": self.both}
+    names = ("ratio", "compile_seconds", "temp_mib", "why_not")
+    where = {"task": "speed", "op": self.op, "kind": kind, "name": self.name, "length": self.length}
+    return where | times | {name: getattr(self, name) for name in names} | rounds
+
+
+def milliseconds(seconds: list[float] | None) -> float | None:
+  return None if seconds is None else 1e3 * statistics.median(seconds)
+
+
+def plan(config: Config, others: dict[str, dict[str, Baseline]]) -> list[Row]:
+  """The rows: of each op the forms, then its baselines, then at fewer tokens what keeps a map for every token."""
+  rows = []
+  for op in config.ops:
+    baselines = {} if config.no_baselines else PLAIN[op] | others.get(op, {})
+    if op not in config.associative:
+      baselines = {name: baseline for name, baseline in baselines.items() if name != ASSOCIATIVE_SCAN}
+    short = short_length(config, op)
+    names: list[tuple[str, Baseline | None]] = [(form, None) for form in config.forms or FORMS]
+    names += baselines.items()
+    few = [(name, baseline) for name, baseline in names if needs_short(op, name)]
+    if short == config.length or not few:
+      rows += [Row(op, name, config.length, baseline) for name, baseline in names]
+      continue
+    rows += [Row(op, name, config.length, baseline) for name, baseline in names if not needs_short(op, name)]
+    untimed = op not in config.associative and [name for name, _ in few] == ["associative"]
+    if reference_of(op) in baselines and not untimed:
+      few.append((reference_of(op), baselines[reference_of(op)]))
+    rows += [Row(op, name, short, baseline) for name, baseline in few]
+  return rows
+
+
+def reference_of(op: str) -> str:
+  return QUADRATIC if op == "attention" else TOKEN_SCAN
+
+
+def needs_short(op: str, name: str) -> bool:
+  """Whether this keeps a map for every token or, as attention query by query, takes very long."""
+  return name in ("associative", ASSOCIATIVE_SCAN) or (op, name) == ("attention", "recurrent")
+
+
+def short_length(config: Config, op: str) -> int:
+  """As many tokens, halving, as an associative scan's maps fit in MAPS_MIB for; of attention a quarter."""
+  T = config.length
+  if op == "attention":
+    return max(1, T // 4)
+  while T > 64 and 4 * T * OPS[op].map_size(config) > MAPS_MIB * 2**20:
+    T //= 2
+  return T
+
+
+@functools.lru_cache(maxsize=4)
+def inputs_of(config: Config, op: str, T: int) -> dict[str, jax.Array]:
+  drawn = OPS[op].draw(np.random.default_rng(0), config, T)
+  return {name: jnp.asarray(x, dtype=config.dtype) for name, x in drawn.items()}
+
+
+def loss_of(result) -> jax.Array:
+  wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  return jnp.stack([(wide(x) ** 2).sum() for x in jax.tree.leaves(result)]).sum()
+
+
+class JaxProgram:
+  """The compiled forward pass, and loss with all gradients, of one function of an op's inputs."""
+
+  def __init__(self, call: Callable, inputs: dict[str, jax.Array], same_as: Iterable["JaxProgram"] = ()):
+    self.inputs = inputs
+    started = time.perf_counter()
+    lowered = jax.jit(jax.value_and_grad(lambda inputs: loss_of(call(**inputs)))).lower(inputs)
+    self.text = lowered.as_text()
+    self.twin = next((other for other in same_as if other.text == self.text), None)
+    if self.twin is not None:
+      return
+    self.both_compiled = lowered.compile()
+    self.compile_seconds = time.perf_counter() - started
+    self.forward_compiled = jax.jit(lambda inputs: call(**inputs)).lower(inputs).compile()
+    memory = self.both_compiled.memory_analysis()
+    self.temp_mib = None if memory is None else memory.temp_size_in_bytes / 2**20
+
+  def forward(self) -> None:
+    jax.block_until_ready(self.forward_compiled(self.inputs))
+
+  def both(self) -> float:
+    loss, _ = jax.block_until_ready(self.both_compiled(self.inputs))
+    return float(loss)
+
+
+def measure(config: Config, rows: Sequence[Row], console: Console) -> list[Row]:
+  """Compiles every row's programs, runs each once, then in rounds; fills the rows' figures."""
+  timed: dict[int, Any] = {}  # by the row's place
+  twins: list[tuple[Row, Row]] = []
+  with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    task = progress.add_task("compiling", total=len(rows))
+    for n, row in enumerate(rows):
+      progress.update(task, description=f"compiling {row.op}, {row.name}", completed=n)
+      if row.name == "associative" and row.op not in config.associative:
+        row.why_not = "not timed, as it takes long to compile; --associative all does"
+        continue
+      earlier = {m: p for m, p in timed.items() if rows[m].op == row.op and isinstance(p, JaxProgram)}
+      try:
+        program = build(config, row, earlier.values())
+        if isinstance(program, JaxProgram) and program.twin is not None:
+          twins += [(row, rows[m]) for m, p in earlier.items() if p is program.twin]
+          continue
+        program.forward()
+        timed[n] = program
+      except NotImplementedError as error:
+        row.why_not = str(error)
+        continue
+      try:
+        row.loss = program.both()
+      except RuntimeError as error:  # code of other libraries that writes in place cannot be differentiated
+        if not isinstance(program, TorchTimer):
+          raise
+        row.why_not = f"no gradients: {str(error).splitlines()[0]}"
+      if isinstance(program, JaxProgram):
+        row.compile_seconds, row.temp_mib = program.compile_seconds, program.temp_mib
+    progress.update(task, description="timing", completed=0, total=config.repeats * len(timed))
+    for n in timed:
+      rows[n].forward, rows[n].both = [], None if rows[n].loss is None else []
+    for _, (n, program) in itertools.product(range(config.repeats), timed.items()):
+      for run, times in ((program.forward, rows[n].forward), (program.both, rows[n].both)):
+        if times is not None:
+          times.append(seconds_of(run))
+      progress.advance(task)
+  for row, twin in twins:
+    copied = {name: getattr(twin, name) for name in ("forward", "both", "compile_seconds", "temp_mib", "loss")}
+    for name, value in copied.items():
+      setattr(row, name, value)
+    row.why_not = f"the same program as {twin.name}"
+  for row in rows:
+    row.ratio = ratio(row, rows)
+  return list(rows)
+
+
+def build(config: Config, row: Row, earlier: Iterable[JaxProgram]) -> "JaxProgram | TorchTimer":
+  inputs = inputs_of(config, row.op, row.length)
+  if row.baseline is None:
+    return JaxProgram(functools.partial(OPS[row.op].call, impl=row.name), inputs, earlier)
+  if row.baseline.library == "torch":
+    return TorchTimer(row.baseline.call, inputs, platform())
+  half = config.dtype in ("bfloat16", "float16")
+  with jax.default_matmul_precision("default" if half else "highest"):  # as lajax computes: no tf32 for float32
+    return JaxProgram(row.baseline.call, inputs)
+
+
+def seconds_of(run: Callable) -> float:
+  started = time.perf_counter()
+  run()
+  return time.perf_counter() - started
+
+
+def ratio(row: Row, rows: Sequence[Row]) -> float | None:
+  same = [r for r in rows if (r.op, r.name, r.length) == (row.op, reference_of(row.op), row.length)]
+  if not same or not same[0].both or not row.both:
+    return None
+  return statistics.median(theirs / ours for theirs, ours in zip(same[0].both, row.both, strict=True))
+
+
+def decode(config: Config) -> list[dict]:
+  """Time of one `lajax.recurrence.*_step` from the states after so many tokens, by op and position."""
+  lines = []
+  for name in config.ops:
+    op = OPS[name]
+    if op.step is None:
+      continue
+    pool = inputs_of(config, name, POOL)
+    shared = {key: pool[key] for key in op.untimed}
+    timed = {key: x for key, x in pool.items() if key not in shared}
+    token = shared | {key: x[:, 0] for key, x in timed.items()}
+    shapes = jax.eval_shape(functools.partial(op.call, impl="recurrent"), **pool)[1]
+    step = jax.jit(functools.partial(_one_step, op.step), donate_argnums=0).lower(shapes, token).compile()
+    advance = jax.jit(functools.partial(_many_steps, op.step))
+    states = {position: advance(_zeros(shapes), timed, shared, position) for position in config.positions}
+    times: dict[int, list[float]] = {position: [] for position in states}
+    for n, position in itertools.product(range(1 + DECODE_ROUNDS * config.repeats), states):
+      state = states[position]
+      started = time.perf_counter()
+      for _ in range(CALLS):
+        state, _ = step(state, token)
+      states[position] = jax.block_until_ready(state)
+      if n:  # the first round warms up
+        times[position].append((time.perf_counter() - started) / CALLS)
+    lines += [
+      {"task": "speed_decode", "op": name, "position": position, "step_us": 1e6 * statistics.median(t), "step_seconds": t}
+      for position, t in times.items()
+    ]
+  return lines
+
+
+def _one_step(step: Callable, state, token):
+  return step(state, **token)
+
+
+def _many_steps(step: Callable, state, pool, shared, count):
+  """The state after so many tokens, taken from a pool in turn."""
+
+  def body(n, state):
+    token = {key: jax.lax.dynamic_index_in_dim(x, n % POOL, 1, keepdims=False) for key, x in pool.items()}
+    return step(state, **shared, **token)[0]
+
+  return jax.lax.fori_loop(0, count, body, state)
+
+
+def _zeros(shapes):
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def scaling(config: Config, console: Console) -> list[dict]:
+  """Forward+backward of the chunked form at several numbers of tokens, by op, and the slope of log time over log tokens."""
+  lines = []
+  with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    task = progress.add_task("scaling", total=len(config.ops))
+    for name in config.ops:
+      programs: dict[int, JaxProgram] = {}
+      for T in sorted(set(config.lengths)):
+        progress.update(task, description=f"scaling: {name}, {T} tokens")
+        program = JaxProgram(functools.partial(OPS[name].call, impl="chunked"), inputs_of(config, name, T))
+        program.both()
+        programs[T] = program
+        if seconds_of(program.both) > PATIENCE / 4:
+          break
+      times: dict[int, list[float]] = {T: [] for T in programs}
+      for _, (T, program) in itertools.product(range(config.repeats), programs.items()):
+        times[T].append(seconds_of(program.both))
+      medians = [statistics.median(t) for t in times.values()]
+      slope = float(np.polyfit(np.log(list(times)), np.log(medians), 1)[0]) if len(times) > 1 else None
+      lines += [
+        {"task": "speed_scaling", "op": name, "name": "chunked", "length": T, "both_ms": milliseconds(t), "both_seconds": t, "slope": slope}
+        for T, t in times.items()
+      ]
+      progress.advance(task)
+  return lines
