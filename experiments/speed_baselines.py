@@ -1,7 +1,7 @@
-"""What the forms of `speed.py` are timed against: the plainest code of each op, and other libraries where they are installed.
+"""What `speed.py` times lajax against: the plainest code of each op, and other libraries where they are installed.
 
-Every baseline takes an op's inputs by name, in the layout of lajax, and returns (outputs, state); those of PyTorch take and
-return tensors. The plain ones are written as one would at first: einsums, float32 states, gradients by automatic
+Every baseline takes an op's inputs by name, in the layout of lajax, and returns (outputs, state); those of PyTorch take
+and return tensors. The plain ones are written as one would at first: einsums, float32 states, gradients by automatic
 differentiation, nothing recomputed.
 """
 

@@ -1,4 +1,4 @@
-"""The ops that `speed.py` times, and inputs of a usual size: decays near 1, keys of unit length where a method wants it."""
+"""The ops that `speed.py` times, and inputs of a usual size: decays near 1, keys of unit length where the op wants it."""
 
 import dataclasses
 import functools
@@ -50,44 +50,6 @@ def _delta(rng, c, T):
   return x | {"k": _unit(x["k"]), "beta": _sigmoid(rng, c.batch, T, c.heads)}
 
 
-def _delta_gates(rng, c, T):
-  x = _gated(_qkv, "channel")(rng, c, T)
-  return x | {"k": _unit(x["k"]), "erase": _sigmoid(rng, *x["k"].shape), "write": _sigmoid(rng, *x["v"].shape)}
-
-
-def _delta_product(rng, c, T):
-  x = _qkv(rng, c, T)
-  split = lambda name: rng.standard_normal((c.batch, T, STEPS, *x[name].shape[2:]))
-  return x | {"k": _unit(split("k")), "v": split("v"), "beta": 2 * _sigmoid(rng, c.batch, T, STEPS, c.heads)}
-
-
-def _oja(rng, c, T):
-  x = _qkv(rng, c, T)
-  gates = {"beta": _sigmoid(rng, c.batch, T, c.heads), "g": _log_decay(rng, *x["v"].shape)}
-  return x | {"v": _unit(x["v"])} | gates
-
-
-def _bonus(rng, c, T):
-  return _gated(_qkv, "channel")(rng, c, T) | {"bonus": rng.standard_normal((c.heads, c.width))}
-
-
-def _removal_keys(rng, c, T):
-  x = _gated(_qkv, "channel")(rng, c, T)
-  kappa = _unit(rng.standard_normal(x["k"].shape))
-  return x | {"k": _unit(x["k"]), "a": -kappa, "b": kappa * _sigmoid(rng, *kappa.shape)}
-
-
-def _feedback(rng, c, T):
-  x = _gated(_delta, "head")(rng, c, T)
-  beta, k = x.pop("beta")[..., None], x["k"]
-  return x | {"v": beta * x["v"], "a": k / (1 + np.exp(-1)), "b": -beta * k}
-
-
-def _exponential_gates(rng, c, T):
-  gates = {"i": rng.standard_normal((c.batch, T, c.heads)), "f": _log_decay(rng, c.batch, T, c.heads)}
-  return _qkv(rng, c, T) | gates
-
-
 def _gated(draw: Callable, gate: str):
   extra = lambda c: (c.width,) if gate == "channel" else ()
   return lambda rng, c, T: draw(rng, c, T) | {"g": _log_decay(rng, c.batch, T, c.heads, *extra(c))}
@@ -96,6 +58,44 @@ def _gated(draw: Callable, gate: str):
 def _elementwise(rng, c, T):
   shape = (c.batch, T, c.heads * c.width)
   return {"x": rng.standard_normal(shape), "log_a": _log_decay(rng, *shape)}
+
+
+def _rwkv6(rng, c, T):
+  return _gated(_qkv, "channel")(rng, c, T) | {"bonus": rng.standard_normal((c.heads, c.width))}
+
+
+def _gdn2(rng, c, T):
+  x = _gated(_qkv, "channel")(rng, c, T)
+  return x | {"k": _unit(x["k"]), "erase": _sigmoid(rng, *x["k"].shape), "write": _sigmoid(rng, *x["v"].shape)}
+
+
+def _delta_product(rng, c, T):
+  x = _qkv(rng, c, T)
+  k, v = (rng.standard_normal((c.batch, T, STEPS, *x[name].shape[2:])) for name in "kv")
+  return x | {"k": _unit(k), "v": v, "beta": 2 * _sigmoid(rng, c.batch, T, STEPS, c.heads)}
+
+
+def _oja(rng, c, T):
+  x = _qkv(rng, c, T)
+  gates = {"beta": _sigmoid(rng, c.batch, T, c.heads), "g": _log_decay(rng, *x["v"].shape)}
+  return x | {"v": _unit(x["v"])} | gates
+
+
+def _rwkv7(rng, c, T):
+  x = _gated(_qkv, "channel")(rng, c, T)
+  kappa = _unit(rng.standard_normal(x["k"].shape))
+  return x | {"k": _unit(x["k"]), "a": -kappa, "b": kappa * _sigmoid(rng, *kappa.shape)}
+
+
+def _comba(rng, c, T):
+  x = _gated(_delta, "head")(rng, c, T)
+  beta, k = x.pop("beta")[..., None], x["k"]
+  return x | {"v": beta * x["v"], "a": k / (1 + np.exp(-1)), "b": -beta * k}
+
+
+def _mlstm(rng, c, T):
+  gates = {"i": rng.standard_normal((c.batch, T, c.heads)), "f": _log_decay(rng, c.batch, T, c.heads)}
+  return _qkv(rng, c, T) | gates
 
 
 _additive_map = lambda c: c.batch * c.heads * c.width * (c.value_width or c.width)
@@ -122,14 +122,14 @@ CORE: dict[str, Op] = {  # timed by default
   "linear_recurrence": Op(
     lajax.linear_recurrence, _elementwise, R.linear_recurrence_step, lambda c: 2 * c.batch * c.heads * c.width
   ),
-  "attention": Op(lambda impl, **x: (lajax.attention(**x, impl=impl), ()), _qkv, None, lambda c: 0),
+  "attention": Op(lambda q, k, v, impl: (lajax.attention(q, k, v, impl=impl), ()), _qkv, None, lambda c: 0),
 }
 
 OPS: dict[str, Op] = CORE | {
-  "rwkv6": _linear(draw=_bonus, meaning="gla with a bonus for the token itself", untimed=("bonus",)),
+  "rwkv6": _linear(draw=_rwkv6, meaning="gla with a bonus for the token itself", untimed=("bonus",)),
   "gdn2": Op(
     functools.partial(lajax.delta_rule, beta=None),
-    _delta_gates,
+    _gdn2,
     functools.partial(R.delta_rule_step, beta=None),
     _matrix_map,
     meaning="Gated DeltaNet 2, kda with erase and write gates",
@@ -142,7 +142,7 @@ OPS: dict[str, Op] = CORE | {
     meaning=f"{STEPS} delta steps a token, one decay a head",
   ),
   "gated_oja": Op(lajax.gated_oja, _oja, R.gated_oja_step, _value_map, meaning="one decay a channel of the value"),
-  "rwkv7": _low_rank(draw=_removal_keys, meaning="dplr, one decay a channel"),
-  "comba": _low_rank(draw=_feedback, meaning="dplr, one decay a head"),
-  "mlstm": Op(lajax.mlstm, _exponential_gates, R.mlstm_step, _additive_map),
+  "rwkv7": _low_rank(draw=_rwkv7, meaning="dplr, one decay a channel"),
+  "comba": _low_rank(draw=_comba, meaning="dplr, one decay a head"),
+  "mlstm": Op(lajax.mlstm, _mlstm, R.mlstm_step, _additive_map),
 }

@@ -41,13 +41,15 @@ def notes(config: Config, rows: Sequence[Row]) -> list[str]:
   found = [f"{name}: {OPS[name].meaning}." for name in config.ops if OPS[name].meaning]
   found = [" ".join(found)] if found else []
   found.append(
-    "f+b: loss sum(o o) + sum(state state) and the gradients of all inputs. ratio: f+b of the naive token scan (attention: "
-    "of the quadratic softmax) at the same tokens over the row's, so larger is faster. compile and temp: of f+b."
+    "f+b: loss sum(o o) + sum(state state) and the gradients of all inputs. ratio: f+b of the naive token scan "
+    "(attention: of the quadratic softmax) at the same tokens over the row's, so larger is faster. "
+    "compile and temp: of f+b."
   )
   if any(row.both and row.length != config.length for row in rows):
     found.append(
-      f"Rows of fewer than {config.length} tokens: associative scans, which keep a map for every token, where all maps exceed "
-      f"{MAPS_MIB} MiB; attention's recurrent form, which reads all keys for each query. Not timed at {config.length}."
+      f"Rows of fewer than {config.length} tokens: associative scans, which keep a map for every token, where all maps "
+      f"exceed {MAPS_MIB} MiB; attention's recurrent form, which reads all keys for each query. "
+      f"Not timed at {config.length}."
     )
   for why, group in itertools.groupby(sorted(rows, key=lambda row: row.why_not), key=lambda row: row.why_not):
     if why:

@@ -108,7 +108,14 @@ def loss_of(result) -> jax.Array:
 class JaxProgram:
   """The compiled forward pass, and loss with all gradients, of one function of an op's inputs."""
 
-  def __init__(self, call: Callable, inputs: dict[str, jax.Array], same_as: Iterable["JaxProgram"] = ()):
+  def __init__(
+    self,
+    call: Callable,
+    inputs: dict[str, jax.Array],
+    same_as: Iterable["JaxProgram"] = (),
+    *,
+    forward_alone: bool = True,
+  ):
     self.inputs = inputs
     started = time.perf_counter()
     lowered = jax.jit(jax.value_and_grad(lambda inputs: loss_of(call(**inputs)))).lower(inputs)
@@ -118,7 +125,8 @@ class JaxProgram:
       return
     self.both_compiled = lowered.compile()
     self.compile_seconds = time.perf_counter() - started
-    self.forward_compiled = jax.jit(lambda inputs: call(**inputs)).lower(inputs).compile()
+    if forward_alone:
+      self.forward_compiled = jax.jit(lambda inputs: call(**inputs)).lower(inputs).compile()
     memory = self.both_compiled.memory_analysis()
     self.temp_mib = None if memory is None else memory.temp_size_in_bytes / 2**20
 
@@ -226,10 +234,9 @@ def decode(config: Config) -> list[dict]:
       states[position] = jax.block_until_ready(state)
       if n:  # the first round warms up
         times[position].append((time.perf_counter() - started) / CALLS)
-    lines += [
-      {"task": "speed_decode", "op": name, "position": position, "step_us": 1e6 * statistics.median(t), "step_seconds": t}
-      for position, t in times.items()
-    ]
+    for position, t in times.items():
+      where = {"task": "speed_decode", "op": name, "position": position}
+      lines.append(where | {"step_us": 1e6 * statistics.median(t), "step_seconds": t})
   return lines
 
 
@@ -252,7 +259,7 @@ def _zeros(shapes):
 
 
 def scaling(config: Config, console: Console) -> list[dict]:
-  """Forward+backward of the chunked form at several numbers of tokens, by op, and the slope of log time over log tokens."""
+  """Forward+backward of the chunked form, by op and number of tokens, and the slope of log time over log tokens."""
   lines = []
   with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
     task = progress.add_task("scaling", total=len(config.ops))
@@ -260,7 +267,8 @@ def scaling(config: Config, console: Console) -> list[dict]:
       programs: dict[int, JaxProgram] = {}
       for T in sorted(set(config.lengths)):
         progress.update(task, description=f"scaling: {name}, {T} tokens")
-        program = JaxProgram(functools.partial(OPS[name].call, impl="chunked"), inputs_of(config, name, T))
+        call = functools.partial(OPS[name].call, impl="chunked")
+        program = JaxProgram(call, inputs_of(config, name, T), forward_alone=False)
         program.both()
         programs[T] = program
         if seconds_of(program.both) > PATIENCE / 4:
@@ -270,9 +278,8 @@ def scaling(config: Config, console: Console) -> list[dict]:
         times[T].append(seconds_of(program.both))
       medians = [statistics.median(t) for t in times.values()]
       slope = float(np.polyfit(np.log(list(times)), np.log(medians), 1)[0]) if len(times) > 1 else None
-      lines += [
-        {"task": "speed_scaling", "op": name, "name": "chunked", "length": T, "both_ms": milliseconds(t), "both_seconds": t, "slope": slope}
-        for T, t in times.items()
-      ]
+      for T, t in times.items():
+        where = {"task": "speed_scaling", "op": name, "name": "chunked", "length": T}
+        lines.append(where | {"both_ms": milliseconds(t), "both_seconds": t, "slope": slope})
       progress.advance(task)
   return lines

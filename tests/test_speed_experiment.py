@@ -1,4 +1,4 @@
-"""The speed experiment: its baselines compute what lajax computes, its tables have every row, bad flags give one line."""
+"""The speed experiment: its baselines compute what lajax does, its tables have every row, bad flags give one line."""
 
 import dataclasses
 import functools

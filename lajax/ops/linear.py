@@ -1,0 +1,200 @@
+"""Additive states: linear attention, normalised, and with the exponential gates of the matrix LSTM."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lajax import _shapes
+from lajax._numerics import accumulation_dtype, product_precision
+from lajax.ops.run import Matrix, cast, first_state, run, scale_of
+from lajax.recurrence import drive
+from lajax.recurrence import linear_attention as _linear
+from lajax.recurrence import mlstm as _mlstm
+
+MLSTMState = tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]]
+
+
+def linear_attention(
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T H K"],
+  v: Float[Array, "B T HV V"],
+  g: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+  *,
+  scale: float | None = None,
+  bonus: Float[Array, "H K"] | None = None,
+  initial_state: Matrix | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  chunk_size: int | None = None,
+  impl: str = "auto",
+) -> tuple[Float[Array, "B T HV V"], Matrix]:
+  """Additive state with optional decay.
+
+      S_t = Diag(exp g_t) S_{t-1} + k_t v_t^T ,   o_t = scale S_t^T q_t
+
+  With `bonus` u a token reads the state before its own decay and write, and its own write by u instead:
+  o_t = scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t.
+
+  Args:
+    q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
+    v: [B T HV V].
+    g: log decay (natural), <= 0: None for none, [B T HV] for one a head, [B T HV K] for one a channel of the key.
+    scale: of the output; None for K^-1/2.
+    bonus: [H K], the weight of a token's own write; None to read the state after it.
+    initial_state: [B HV K V], the state before the first token; None for zeros.
+    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
+      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
+      one decay a channel.
+    impl: the form, see above.
+
+  Returns:
+    o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    NotImplementedError: the named form does not exist for this.
+
+  Papers: no decay: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20; one a head: Sun et
+  al., "Retentive Network", 2023, arXiv:2307.08621, equation 6, and Dao and Gu, "Transformers are SSMs" (Mamba-2), 2024,
+  arXiv:2405.21060, equation 16; one a channel: Yang et al., "Gated Linear Attention Transformers", 2023, arXiv:2312.06635,
+  equation 3; bonus: Peng et al., "Eagle and Finch" (RWKV-6), 2024, arXiv:2404.05892, equation 19.
+  """
+  sizes = _shapes.check(
+    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"), bonus=(bonus, "H K"),
+    initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
+  )  # fmt: skip
+  _shapes.check_not_nan(g=g)
+  dtype, precision = accumulation_dtype(q, k, v, g, bonus, initial_state), product_precision(q, k, v)
+  if bonus is not None and segment_ids is not None:  # before a product of two inputs: NaN in padding stays out of gradients
+    q, k, v = drive.blank_padding((q, k, v), segment_ids >= 0)
+  tokens = _linear.Tokens(q.astype(dtype) * scale_of(scale, sizes), k.astype(dtype), v.astype(dtype), cast(g, dtype))
+  state = first_state(initial_state, sizes, dtype)
+  rule = _linear.rule if bonus is None else _linear.reading_before
+  o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+  if bonus is not None:
+    own = (tokens.q * tokens.k * bonus.astype(dtype)).sum(-1)
+    o = o + jnp.repeat(own, sizes["HV"] // sizes["H"], axis=2)[..., None] * tokens.v
+  return o.astype(v.dtype), state
+
+
+def normalized_linear_attention(
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T H K"],
+  v: Float[Array, "B T HV V"],
+  g: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+  *,
+  scale: float | None = None,
+  eps: float = 1e-10,
+  initial_state: tuple[Matrix, Float[Array, "B HV K"]] | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  chunk_size: int | None = None,
+  impl: str = "auto",
+) -> tuple[Float[Array, "B T HV V"], tuple[Matrix, Float[Array, "B HV K"]]]:
+  """Linear attention divided by its normalizer.
+
+      S_t = Diag(exp g_t) S_{t-1} + k_t v_t^T ,   z_t = Diag(exp g_t) z_{t-1} + k_t ,
+      o_t = scale S_t^T q_t / (scale q_t . z_t + eps)
+
+  Args:
+    q, k: [B T H K], features that should not be negative.
+    v: [B T HV V].
+    g: log decay (natural), <= 0: None for none, [B T HV] for one a head, [B T HV K] for one a channel of the key.
+    scale: of q; None for K^-1/2. It cancels but for eps.
+    eps: added to the denominator.
+    initial_state: (S [B HV K V], z [B HV K]), the state before the first token; None for zeros.
+    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
+      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
+      one decay a channel.
+    impl: the form, see above.
+
+  Returns:
+    o [B T HV V] in v.dtype, and the state (S [B HV K V], z [B HV K]) after the last real token, in float32 (float64 if an
+    input is).
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    NotImplementedError: the named form does not exist for this.
+
+  Paper: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20.
+  """
+  initial, z = (None, None) if initial_state is None else initial_state
+  _shapes.check(
+    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"),
+    initial_state=(initial, "B HV K V"), initial_normalizer=(z, "B HV K"), segment_ids=(segment_ids, "B T", "int"),
+  )  # fmt: skip
+  joined = None if initial is None or z is None else jnp.concatenate([initial, z[..., None]], axis=-1)
+  values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # z is the state of a value that is always 1
+  out, state = linear_attention(
+    q, k, values.astype(accumulation_dtype(v)), g, scale=scale, initial_state=joined, segment_ids=segment_ids,
+    chunk_size=chunk_size, impl=impl,
+  )  # fmt: skip
+  o = out[..., :-1] / (out[..., -1:] + eps)
+  return o.astype(v.dtype), (state[..., :-1], state[..., -1])
+
+
+def mlstm(
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T H K"],
+  v: Float[Array, "B T HV V"],
+  i: Float[Array, "B T HV"],
+  f: Float[Array, "B T HV"],
+  *,
+  scale: float | None = None,
+  initial_state: MLSTMState | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  chunk_size: int | None = None,
+  impl: str = "auto",
+) -> tuple[Float[Array, "B T HV V"], MLSTMState]:
+  """Matrix LSTM with exponential gates, kept finite by a running maximum m.
+
+      m_t = max(f_t + m_{t-1}, i_t) ,   f' = exp(f_t + m_{t-1} - m_t) ,   i' = exp(i_t - m_t) ,
+      C_t = f' C_{t-1} + i' k_t v_t^T ,   n_t = f' n_{t-1} + i' k_t ,
+      o_t = scale C_t^T q_t / max(|scale n_t . q_t|, exp(-m_t))
+
+  Args:
+    q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
+    v: [B T HV V].
+    i: [B T HV], the log input gate (natural), of any sign.
+    f: [B T HV], the log forget gate (natural), <= 0: a log sigmoid.
+    scale: of q; None for K^-1/2.
+    initial_state: (C [B HV K V], n [B HV K], m [B HV]), the state before the first token; None for zeros, as an m of 0.
+    segment_ids: [B T], the document of each token. A change of id sets C, n and m to zero (the initial state belongs to the
+      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
+    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
+      one decay a channel.
+    impl: the form, see above.
+
+  Returns:
+    o [B T HV V] in v.dtype, and the state (C, n, m) after the last real token, in float32 (float64 if an input is).
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    NotImplementedError: the named form does not exist for this.
+
+  Paper: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19 to 27 and 15.
+  """
+  C, n, m = (None, None, None) if initial_state is None else initial_state
+  sizes = _shapes.check(
+    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), i=(i, "B T HV"), f=(f, "B T HV"),
+    initial_C=(C, "B HV K V"), initial_n=(n, "B HV K"), initial_m=(m, "B HV"), segment_ids=(segment_ids, "B T", "int"),
+  )  # fmt: skip
+  _shapes.check_not_nan(i=i, f=f)
+  dtype = accumulation_dtype(q, k, v, i, f, C, n, m)
+  m = jnp.zeros((sizes["B"], sizes["HV"]), dtype) if m is None else m.astype(dtype)
+  if segment_ids is not None:
+    k, v, i, f = drive.blank_padding((k, v, i, f), segment_ids >= 0)
+  top, g, write = _mlstm.stabilise(i.astype(dtype), f.astype(dtype), m, segment_ids)
+  joined = None
+  if C is not None and n is not None:
+    joined = _mlstm.rescaled(jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m, 1)
+  values = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1) * write[..., None]
+  out, state = linear_attention(
+    q.astype(dtype), k.astype(dtype), values, g, scale=scale, initial_state=joined, segment_ids=segment_ids,
+    chunk_size=chunk_size, impl=impl,
+  )  # fmt: skip
+  o = out[..., :-1] * _mlstm.normalizer(out[..., -1:], top[..., None])
+  if segment_ids is not None:
+    o = jnp.where((segment_ids >= 0)[..., None, None], o, 0)
+  m = top[:, -1] if sizes["T"] else m
+  state = _mlstm.rescaled(state, m, -1)
+  return o.astype(v.dtype), (state[..., :-1], state[..., -1], m)

@@ -1,0 +1,62 @@
+"""What every operation does once its arguments are checked: choose the form, and run it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from lajax import _shapes
+from lajax._numerics import alike
+from lajax.recurrence import drive, linear_recurrence
+
+Matrix = Float[jax.Array, "B HV K V"]
+
+CHUNK = 64  # tokens in a chunk
+CHANNEL_CHUNK = 32  # with one decay a channel, where pairs of tokens cost more
+
+
+def cast(x, dtype) -> Any:
+  return None if x is None else x.astype(dtype)
+
+
+def scale_of(scale: float | None, sizes) -> float:
+  return sizes["K"] ** -0.5 if scale is None else scale
+
+
+def first_state(initial, sizes, dtype):
+  if initial is None:
+    return jnp.zeros((sizes["B"], sizes["HV"], sizes["K"], sizes["V"]), dtype)
+  return initial.astype(dtype)
+
+
+def run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision):
+  _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
+  _shapes.check_option("impl", impl, _shapes.IMPLS)
+  _shapes.check_positive("chunk_size", chunk_size)
+  if impl == "pallas":
+    raise NotImplementedError("impl='pallas' has no kernel for this operation yet; use impl='chunked' or impl='auto'.")
+  if impl == "auto":
+    elementwise = rule is linear_recurrence.rule and jax.default_backend() == "cpu"
+    impl = "recurrent" if sizes["T"] == 1 or elementwise else "chunked"
+  if sizes["T"] == 0 or 0 in state.shape:
+    return jnp.zeros((sizes["B"], sizes["T"], *state.shape[1:2], *state.shape[3:]), state.dtype), state
+  by_channel = getattr(tokens, "g", None) is not None and tokens.g.ndim == 4
+  chunk_size = chunk_size or (CHANNEL_CHUNK if by_channel else CHUNK)
+  return _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "impl", "chunk_size", "precision"))
+def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision):
+  state = alike(state, tokens)
+  runs = real = None
+  if segment_ids is not None:
+    runs, real = drive.segments(segment_ids)
+    tokens = drive.blank_padding(tokens, real)
+  if impl == "chunked":
+    o, state = drive.chunked(rule, tokens, state, runs, chunk_size=chunk_size, precision=precision)
+  else:
+    form = {"recurrent": drive.recurrent, "associative": drive.associative}[impl]
+    o, state = form(rule, tokens, state, runs)
+  return o if real is None else jnp.where(real[..., None, None], o, jnp.zeros((), o.dtype)), state
