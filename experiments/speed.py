@@ -2,19 +2,23 @@
 
     python experiments/speed.py
 
-times every op × form at batch 1, 4096 tokens, 4 heads of width 64, float32, and the baselines of `speed_baselines.py` in the
-same run: the forward pass, and the loss sum(o o) + sum(state state) with the gradients of all inputs. Then one token of
-decoding, far into a sequence. `--scaling` adds the time of the chunked form over the number of tokens, and as much time again.
-About 4 minutes on two idle CPU cores; the last line says how much was waiting (more than half of the CPU time is compilation).
+times every core op × form at batch 1, 4096 tokens, 4 heads of width 64, float32, and the baselines of
+`speed_baselines.py` in the same run: the forward pass, and the loss sum(o o) + sum(state state) with the gradients of
+all inputs. Then one token of decoding, far into a sequence. `--ops all` adds the other methods (RWKV-6 and 7, Gated
+DeltaNet 2, delta products, Oja's rule, Comba, mLSTM), and as much time again; `--scaling` the time of the chunked
+form over the number of tokens, and as much again. About 4 minutes on two idle CPU cores; the last line says how much
+was waiting (more than half of the CPU time is compilation).
 
-Expected on two CPU cores: of each op with a matrix state `chunked` has the fastest forward+backward, at least 3 times as fast
-as a naive token scan; its time grows linearly (slope at most 1.05, attention apart); decoding does not feel the position.
+Expected on two CPU cores: of each core op with a matrix state `chunked` has the fastest forward+backward, at least 3
+times as fast as a naive token scan; its time grows linearly (slope at most 1.05, attention apart); decoding does not
+feel the position.
 
-All programs are compiled first, one after the other, then run in rounds, each once a round, so that a change of the machine's
-load meets all of them alike. Figures are medians over the rounds; the ratio is the median over the rounds of (the reference's
-time / the row's) in the same round, the reference being the naive token scan of the same op and number of tokens (for
-attention, the quadratic softmax). Associative scans keep a map for every token and compile slowly: they are timed for two ops,
-where needed at fewer tokens with a reference of as many; `--associative all` times them for every op.
+All programs are compiled first, one after the other, then run in rounds, each once a round, so that a change of the
+machine's load meets all of them alike. Figures are medians over the rounds; the ratio is the median over the rounds
+of (the reference's time / the row's) in the same round, the reference being the naive token scan of the same op and
+number of tokens (for attention, the quadratic softmax). Associative scans keep a map for every token and compile
+slowly: they are timed for two ops, where needed at fewer tokens with a reference of as many; `--associative all`
+times them for every op.
 """
 
 import dataclasses

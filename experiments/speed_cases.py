@@ -1,4 +1,4 @@
-"""The ops that `speed.py` times, and inputs of a usual size: decays near 1, keys of unit length where the op wants it."""
+"""The ops that `speed.py` times, and inputs of a usual size: decays near 1, unit keys where the op wants them."""
 
 import dataclasses
 import functools

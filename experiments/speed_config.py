@@ -23,7 +23,7 @@ class Config:
   """Times every operation of lajax in every form, beside baselines."""
 
   ops: tuple[str, ...] = tuple(CORE)
-  """Names of ops, or all."""
+  """Names of ops; all: also those that are not timed by default."""
   forms: tuple[str, ...] | None = None
   """Forms (values of impl); None: all, pallas only on a GPU."""
   associative: tuple[str, ...] = ("simple_gla", "linear_recurrence")

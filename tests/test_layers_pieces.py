@@ -220,6 +220,8 @@ def test_wrong_inputs(case):
     layer(jnp.ones((3, D)))
   with pytest.raises(ValueError, match=r"`x` must have a floating dtype"):
     layer(jnp.ones((2, 3, D), jnp.int32))
+  with pytest.raises(ValueError, match=r"`x` must be \[B T D\] with at least one token; got T = 0"):
+    layer(jnp.ones((2, 0, D)))
   with pytest.raises(ValueError, match=r"`segment_ids` must be \[B T\] = \(2, 3\)"):
     layer(x, segment_ids=jnp.ones((2, 4), jnp.int32))
   with pytest.raises(ValueError, match=r"`segment_ids` must have an? integer dtype"):

@@ -65,6 +65,8 @@ class Documents(NamedTuple):
 def follow(state: LayerState | None, shape: tuple[int, int], segment_ids: Int[Array, "B T"] | None) -> Documents:
   """Lays the [B T] tokens of a call behind a state (None: behind nothing)."""
   B, T = shape
+  if T == 0:
+    raise ValueError("`x` must be [B T D] with at least one token; got T = 0. Leave the call out: it changes no state.")
   segment = jnp.full(B, -1, jnp.int32) if state is None else state.segment
   length = jnp.zeros(B, jnp.int32) if state is None else state.length
   if segment_ids is None:
