@@ -92,9 +92,11 @@ class Decay(NamedTuple):
   same: Bool[Array, "C C"] | None  # inside a segment; None without segments
   halves: tuple  # one a channel: for h = 1, 2, 4 .. the products (from its half's start to i, after j to its half's end)
 
-  def scores(self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision, *, diagonal: bool) -> Float[Array, "C C"]:
-    """sum_c q_ic between(i, j)_c k_jc for j < i, and for j = i where `diagonal`; else 0."""
-    product = functools.partial(jnp.matmul if diagonal else _careful_matmul, precision=precision)
+  def scores(
+    self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision, *, diagonal: bool, careful: bool = False
+  ) -> Float[Array, "C C"]:
+    """sum_c q_ic between(i, j)_c k_jc for j < i, and for j = i where `diagonal`; else 0. `careful`: to be inverted."""
+    product = functools.partial(_careful_matmul if careful else jnp.matmul, precision=precision)
     if not self.halves:
       keep = jnp.tril(jnp.ones((len(q), len(q)), bool), 0 if diagonal else -1)
       return jnp.where(keep, product(q, k.T) * self.between, 0)
@@ -135,9 +137,11 @@ class Decay(NamedTuple):
       dk += jnp.matmul(jnp.where(pairs.T, blocks_t, 0), q * upto, precision=precision) * after
     return lax.optimization_barrier((dq.reshape(d.shape[0], -1), dk.reshape(d.shape[0], -1)))
 
-  def scores_before(self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision) -> Float[Array, "C C"]:
+  def scores_before(
+    self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision, *, careful: bool = False
+  ) -> Float[Array, "C C"]:
     """sum_c q_ic between(i - 1, j)_c k_jc for j < i, else 0: of queries that read before their own token's decay."""
-    return self._same(preceding(self.scores(following(q), k, precision, diagonal=True)))
+    return self._same(preceding(self.scores(following(q), k, precision, diagonal=True, careful=careful)))
 
   def scores_before_pullback(self, d: Float[Array, "C C"], q, k, precision):
     """Cotangents of q and k from that of `scores_before` where j < i - 1; between neighbours stands no decay."""
@@ -255,7 +259,10 @@ def gate_pullback(g, ahead: Float[Array, "C K"], behind: Float[Array, "C K"], af
   n = jnp.arange(len(g))
   sums = lambda mask, x: jnp.matmul(alike(mask.astype(g.dtype), x), x, precision=lax.Precision.HIGHEST)
   earlier, later = n[:, None] > n[None, :], n[:, None] <= n[None, :]
-  return (sums(later, ahead - behind) + sums(earlier, after) + total).reshape(g.shape)
+  dg = (sums(later, ahead - behind) + sums(earlier, after) + total).reshape(g.shape)
+  # Behind a token that forgets all, terms of later tokens cancel to nothing, up to their rounding; a caller's d(-exp x) would
+  # multiply that by g.
+  return jnp.where(jnp.exp(g) > 0, dg, 0)
 
 
 # --- the triangular inverse ------------------------------------------------------------------------------------------

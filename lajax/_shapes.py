@@ -81,15 +81,38 @@ def check_multiple(small: str, large: str, sizes: Mapping[str, int], names: tupl
   return many // few
 
 
-def check_not_nan(**gates) -> None:
-  """ValueError for a NaN in a gate, where its values can be seen (not under jit, grad or vmap)."""
+def check_not_nan(segment_ids=None, /, **gates) -> None:
+  """ValueError for a NaN in a gate of a real token, where its values can be seen (not under jit, grad or vmap)."""
   for name, x in gates.items():
-    if x is None or isinstance(x, Tracer):
+    if x is None or isinstance(x, Tracer) or isinstance(segment_ids, Tracer):
       continue
     with jax.ensure_compile_time_eval():
-      bad = int(jnp.isnan(x).sum())
-    if bad:
-      raise ValueError(f"`{name}` must hold no NaN; got {bad} of {x.size} values. Look at what computes `{name}`.")
+      bad = jnp.isnan(x)
+      if segment_ids is not None:
+        bad &= (segment_ids >= 0).reshape(segment_ids.shape + (1,) * (x.ndim - 2))
+      count = int(bad.sum())
+    if count:
+      raise ValueError(f"`{name}` must hold no NaN; got {count} of {x.size} values. Look at what computes `{name}`.")
+
+
+def check_parts(name: str, parts, letters: Sequence[str]) -> Sequence:
+  """The parts of a state that is a tuple, or as many None for None; ValueError where it is another thing, or half of one."""
+  if parts is None:
+    return (None,) * len(letters)
+  wanted = f"({', '.join(letters)})"
+  if not isinstance(parts, (tuple, list)) or len(parts) != len(letters):
+    got = f"a tuple of {len(parts)}" if isinstance(parts, (tuple, list)) else type(parts).__name__
+    raise ValueError(f"`{name}` must be None or the tuple {wanted} that a call returns; got {got}.")
+  missing = [letter for letter, part in zip(letters, parts, strict=True) if part is None]
+  if missing:
+    raise ValueError(f"`{name}` must be None or the whole tuple {wanted}; got None for {', '.join(missing)}.")
+  return parts
+
+
+def check_strengths(beta, erase, write) -> None:
+  """ValueError unless there is `beta` alone, or both `erase` and `write`."""
+  if (beta is None) == (erase is None) or (erase is None) != (write is None):
+    raise ValueError("give either `beta`, or (with beta=None) both `erase` and `write`; got another mixture of the three.")
 
 
 def check_option(name: str, value, allowed: Sequence) -> None:

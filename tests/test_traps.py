@@ -287,3 +287,108 @@ HANGS = """
 def test_no_hang_on_few_cores(T, rounds):
   """A chunk's forward and backward on two cores: without lajax's guard jaxlib 0.10 stops for ever in one of these rounds."""
   assert in_subprocess(HANGS.format(T=T, rounds=rounds), 240) == "done"
+
+
+# --- found by attack --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["linear_attention", "delta_rule"])
+def test_a_gate_that_forgets_all_has_no_gradient(op):
+  """d(-exp x) multiplies the gate's gradient by the gate: the rounding of sums that cancel would be thousands there."""
+  rng = np.random.default_rng(0)
+  q, k, v = rng.standard_normal((3, 1, 64, 1, 8)).astype(np.float32)
+  x = np.where(np.arange(64) % 5 == 3, 20.0, -3.0).astype(np.float32)[None, :, None]
+  beta = {"beta": np.ones((1, 64, 1), np.float32)} if op == "delta_rule" else {}
+  k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+
+  def gradient(impl):
+    f = lambda x: (getattr(lajax, op)(q, k, v, g=-jnp.exp(x), impl=impl, **beta)[0] * q).sum()
+    return jax.jit(jax.grad(f), compiler_options=cases.quick())(x)
+
+  assert not gradient("chunked")[0, 3::5].any()
+  assert cases.relative_rms(gradient("chunked"), gradient("recurrent")) <= budget("gate")
+
+
+@pytest.mark.parametrize("impl", ["recurrent", "chunked"])
+def test_mlstm_keeps_a_weak_forget_gate_beside_large_input_gates(impl):
+  """f + m_{t-1} - m_t is rounded to the spacing of m, unless the difference of the m is formed first. C and n are compared as
+  the numbers they stand for, times exp(m)."""
+  rng = np.random.default_rng(0)
+  q, k, v = np.abs(rng.standard_normal((3, 1, 300, 1, 4)))
+  i, f = 1e4 + rng.standard_normal((1, 300, 1)), np.full((1, 300, 1), -1e-3)
+  narrow = [x.astype(np.float32) for x in (q, k, v, i, f)]
+  run = lambda impl: jax.jit(functools.partial(lajax.mlstm, impl=impl), compiler_options=cases.quick())
+  o, (C, n, m) = jax.device_get(run(impl)(*narrow))
+  with jax.enable_x64(True):
+    want, (D, d, M) = jax.device_get(run("recurrent")(*(x.astype(np.float64) for x in narrow)))
+  factor = np.exp(m.astype(np.float64) - M)
+  for got, wanted in ((o, want), (C * factor[..., None, None], D), (n * factor[..., None], d)):
+    assert cases.relative_rms(got, wanted) <= budget("value")
+
+
+def test_mlstm_before_anything_was_seen():
+  """An m of -inf, which nothing is relative to; i of -inf, which writes nothing; i of +inf, which is refused."""
+  one, zero = jnp.ones((1, 2, 1, 1)), jnp.zeros((1, 2, 1))
+  nothing = jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, 1)), jnp.full((1, 1), -jnp.inf)
+  o, (C, n, m) = lajax.mlstm(one, one, one, zero, zero - 0.1, initial_state=nothing)
+  np.testing.assert_allclose(o.ravel(), [1, 1], rtol=1e-6)
+  np.testing.assert_allclose([C.item(), n.item(), m.item()], [1 + np.exp(-0.1)] * 2 + [0], rtol=1e-6)
+  o, state = lajax.mlstm(one, one, one, zero - jnp.inf, zero - 0.1)
+  assert not o.any()
+  assert not any(x.any() for x in state[:2])
+  with pytest.raises(ValueError, match="`i` must hold no NaN"):
+    lajax.mlstm(one, one, one, zero + jnp.inf, zero)
+
+
+def test_mlstm_with_a_small_denominator_and_a_large_maximum(x64):
+  one, big = jnp.ones((1, 2, 1, 1)), jnp.full((1, 2, 1), 100.0)
+  o, _ = lajax.mlstm(one, 1e-30 * one, 3 * one, big, 0 * big)
+  np.testing.assert_allclose(o.ravel(), [3, 3])
+
+
+@pytest.mark.parametrize("case_id", ["dplr-none", "delta_rule-none"])
+def test_reflections_of_one_key(case_id):
+  """beta = 2 and equal keys of width 64, 256 tokens: what is inverted is summed with care."""
+  rng = np.random.default_rng(1)
+  k = rng.standard_normal(64)
+  k = np.tile((k / np.linalg.norm(k)).astype(np.float32), (1, 256, 1, 1))
+  q, v = rng.standard_normal((1, 256, 1, 64)).astype(np.float32), rng.standard_normal((1, 256, 1, 8)).astype(np.float32)
+
+  def run(impl, dtype):
+    wide = [x.astype(dtype) for x in (q, k, v)]
+    if case_id == "dplr-none":
+      f = lambda q, k, v: lajax.dplr(q, 2 * k, v, -k, 2 * k, impl=impl)[0]
+    else:
+      f = lambda q, k, v: lajax.delta_rule(q, k, v, jnp.full(v.shape[:3], 2, v.dtype), impl=impl)[0]
+    return jax.jit(f)(*wide)
+
+  with jax.enable_x64(True):
+    want = run("recurrent", np.float64)
+  assert cases.relative_rms(run("chunked", np.float32), want) <= cases.REFLECTION * budget("value")
+
+
+def test_half_a_state_is_an_error():
+  one, zero = jnp.ones((1, 2, 1, 1)), jnp.zeros((1, 2, 1))
+  for wrong, message in (
+    ((one[:, :1], None, None), r"got None for n, m"),
+    ((one[:, :1], one[:, 0]), r"the tuple \(C, n, m\) .* got a tuple of 2"),
+    (one[:, :1], r"the tuple \(C, n, m\)"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      lajax.mlstm(one, one, one, zero, zero, initial_state=wrong)
+  with pytest.raises(ValueError, match="got None for z"):
+    lajax.normalized_linear_attention(one, one, one, initial_state=(one[:, :1], None))
+  step = lajax.recurrence.delta_rule_step
+  for options in ({"erase": one[:, 0], "write": one[:, 0]}, {"beta": None}, {"beta": None, "erase": one[:, 0]}):
+    arguments = {"beta": zero[:, 0]} | options
+    with pytest.raises(ValueError, match="either `beta`, or"):
+      step(one[:, :1], one[:, 0], one[:, 0], one[:, 0], **arguments)
+
+
+def test_nan_in_the_gates_of_padding_is_no_error():
+  one, ids = jnp.ones((1, 2, 1, 1)), jnp.array([[-1, 0]])
+  g = jnp.array([[[jnp.nan], [0.0]]])
+  o, _ = lajax.linear_attention(one, one, one, g, segment_ids=ids)
+  np.testing.assert_array_equal(o.ravel(), [0, 1])
+  o, _ = lajax.mlstm(one, one, one, g, 0 * one[..., 0], segment_ids=ids)
+  np.testing.assert_array_equal(o.ravel(), [0, 1])

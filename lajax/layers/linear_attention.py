@@ -1,5 +1,7 @@
 """Linear attention with a feature map."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +15,7 @@ from lajax.layers.parameters import widen
 from lajax.layers.state import Documents
 from lajax.ops import linear_attention, normalized_linear_attention
 
+EXACTLY_NORMALIZED = partial(normalized_linear_attention, eps=1e-30)  # features relative to their largest may be that small
 LOWEST = -1e30  # the maximum over no keys: finite, so that differences are never NaN
 
 
@@ -87,7 +90,7 @@ class KernelAttention(Mixer):
     q = jnp.exp(q - jax.lax.stop_gradient(q.max(-1, keepdims=True)))  # a factor of q cancels
     k = jnp.exp(documents.only_real(k - m[..., None]))
     sums = None if memory is None else memory[:2]
-    o, sums = self.run(normalized_linear_attention, q, k, v, g, scale=1.0, memory=sums, documents=documents)
+    o, sums = self.run(EXACTLY_NORMALIZED, q, k, v, g, scale=1.0, memory=sums, documents=documents)
     return o, (*sums, jnp.where(documents.length[:, None] > 0, m[:, -1], before))
 
 

@@ -62,9 +62,8 @@ def delta_rule(
     erase=(erase, "B T HV K"), write=(write, "B T HV V"),
     initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
-  if (beta is None) == (erase is None) or (erase is None) != (write is None):
-    raise ValueError("give either `beta`, or (with beta=None) both `erase` and `write`; got another mixture of the three.")
-  _shapes.check_not_nan(g=g, beta=beta, erase=erase, write=write)
+  _shapes.check_strengths(beta, erase, write)
+  _shapes.check_not_nan(segment_ids, g=g, beta=beta, erase=erase, write=write)
   dtype, precision = accumulation_dtype(q, k, v, beta, g, erase, write, initial_state), product_precision(q, k, v)
   groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   if segment_ids is not None:  # before products of two inputs, so that NaN in padding stays out of gradients too
@@ -128,7 +127,7 @@ def delta_product(
     q=(q, "B T H K"), k=(k, "B T R H K"), v=(v, "B T R HV V"), beta=(beta, "B T R HV"), g=(g, "B T HV | B T HV K"),
     initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
-  _shapes.check_not_nan(g=g, beta=beta)
+  _shapes.check_not_nan(segment_ids, g=g, beta=beta)
   R = sizes["R"]
   if R == 0:
     raise ValueError("`k` must be [B T R H K] with R of at least 1, the corrections of a token; got R = 0.")
@@ -185,7 +184,7 @@ def gated_oja(
     q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), beta=(beta, "B T HV"), g=(g, "B T HV | B T HV V"),
     initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
-  _shapes.check_not_nan(g=g, beta=beta)
+  _shapes.check_not_nan(segment_ids, g=g, beta=beta)
   groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   dtype, precision = accumulation_dtype(q, k, v, beta, g, initial_state), product_precision(q, k, v)
   if segment_ids is not None:  # before products of two inputs, so that NaN in padding stays out of gradients too
@@ -243,7 +242,7 @@ def dplr(
     q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), a=(a, "B T H K"), b=(b, "B T H K"),
     g=(g, "B T HV | B T HV K"), initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
-  _shapes.check_not_nan(g=g)
+  _shapes.check_not_nan(segment_ids, g=g)
   dtype, precision = accumulation_dtype(q, k, v, a, b, g, initial_state), product_precision(q, k, v, a, b)
   wide = lambda x: x.astype(dtype)
   tokens = _dplr.Tokens(wide(q) * scale_of(scale, sizes), wide(k), wide(v), wide(a), wide(b), cast(g, dtype))

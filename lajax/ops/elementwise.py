@@ -47,7 +47,7 @@ def linear_recurrence(
     x=(x, f"B T {channels}"), log_a=(log_a, f"B T {channels}"), initial_state=(initial_state, f"B {channels}"),
     segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
-  _shapes.check_not_nan(log_a=log_a)
+  _shapes.check_not_nan(segment_ids, log_a=log_a)
   dtype = accumulation_dtype(x, log_a, initial_state)
   flat = lambda a: a.astype(dtype).reshape(*x.shape[:2], 1, math.prod(x.shape[2:]))
   h0 = jnp.zeros((x.shape[0], *x.shape[2:]), dtype) if initial_state is None else initial_state.astype(dtype)

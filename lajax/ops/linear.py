@@ -1,10 +1,11 @@
 """Additive states: linear attention, normalised, and with the exponential gates of the matrix LSTM."""
 
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from lajax import _shapes
-from lajax._numerics import accumulation_dtype, product_precision
+from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision
 from lajax.ops.run import Matrix, cast, first_state, run, scale_of
 from lajax.recurrence import drive
 from lajax.recurrence import linear_attention as _linear
@@ -62,7 +63,7 @@ def linear_attention(
     q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"), bonus=(bonus, "H K"),
     initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
-  _shapes.check_not_nan(g=g)
+  _shapes.check_not_nan(segment_ids, g=g)
   dtype, precision = accumulation_dtype(q, k, v, g, bonus, initial_state), product_precision(q, k, v)
   if bonus is not None and segment_ids is not None:  # before a product of two inputs: NaN in padding stays out of gradients
     q, k, v = drive.blank_padding((q, k, v), segment_ids >= 0)
@@ -117,7 +118,7 @@ def normalized_linear_attention(
 
   Paper: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20.
   """
-  initial, z = (None, None) if initial_state is None else initial_state
+  initial, z = _shapes.check_parts("initial_state", initial_state, ("S", "z"))
   _shapes.check(
     q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"),
     initial_state=(initial, "B HV K V"), initial_normalizer=(z, "B HV K"), segment_ids=(segment_ids, "B T", "int"),
@@ -173,14 +174,14 @@ def mlstm(
 
   Paper: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19 to 27 and 15.
   """
-  C, n, m = (None, None, None) if initial_state is None else initial_state
+  C, n, m = _shapes.check_parts("initial_state", initial_state, ("C", "n", "m"))
   sizes = _shapes.check(
     q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), i=(i, "B T HV"), f=(f, "B T HV"),
     initial_C=(C, "B HV K V"), initial_n=(n, "B HV K"), initial_m=(m, "B HV"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
-  _shapes.check_not_nan(i=i, f=f)
+  _shapes.check_not_nan(segment_ids, i=_not_infinite(i), f=f)
   dtype = accumulation_dtype(q, k, v, i, f, C, n, m)
-  m = jnp.zeros((sizes["B"], sizes["HV"]), dtype) if m is None else m.astype(dtype)
+  m = jnp.zeros((sizes["B"], sizes["HV"]), dtype) if m is None else jnp.maximum(m.astype(dtype), NEGLIGIBLE)
   if segment_ids is not None:
     k, v, i, f = drive.blank_padding((k, v, i, f), segment_ids >= 0)
   top, g, write = _mlstm.stabilise(i.astype(dtype), f.astype(dtype), m, segment_ids)
@@ -198,3 +199,8 @@ def mlstm(
   m = top[:, -1] if sizes["T"] else m
   state = _mlstm.rescaled(state, m, -1)
   return o.astype(v.dtype), (state[..., :-1], state[..., -1], m)
+
+
+def _not_infinite(i):
+  """+inf, which has no weight relative to itself, as NaN: both are refused."""
+  return i if isinstance(i, Tracer) else jnp.where(jnp.isposinf(i), jnp.nan, i)

@@ -22,7 +22,7 @@ def cast(x, dtype) -> Any:
 
 
 def scale_of(scale: float | None, sizes) -> float:
-  return sizes["K"] ** -0.5 if scale is None else scale
+  return max(sizes["K"], 1) ** -0.5 if scale is None else scale
 
 
 def first_state(initial, sizes, dtype):

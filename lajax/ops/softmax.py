@@ -68,7 +68,7 @@ def attention(
   _shapes.check_multiple("HK", "H", sizes, ("`k` and `v`", "`q`"))
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   _shapes.check_positive("window", window)
-  _shapes.check_not_nan(log_forget=log_forget)
+  _shapes.check_not_nan(segment_ids, log_forget=log_forget)
   if impl == "pallas":
     raise NotImplementedError("impl='pallas' has no kernel for attention yet; use impl='chunked' or impl='auto'.")
   if log_forget is not None and not causal:

@@ -59,7 +59,7 @@ class _Solved(NamedTuple):
 
 def _inverse(x: Tokens, d: Decay, precision) -> tuple[Array, Array, Array]:
   """T, W and U."""
-  T = unit_lower_inverse(d.scores(x.r, x.k, precision, diagonal=False))
+  T = unit_lower_inverse(d.scores(x.r, x.k, precision, diagonal=False, careful=True))
   both = jnp.matmul(T, jnp.concatenate([x.r * d.head, x.u], axis=-1), precision=precision)
   return T, both[:, : x.r.shape[-1]], both[:, x.r.shape[-1] :]
 

@@ -60,7 +60,7 @@ class _Solved(NamedTuple):
 
 def _solve(x: Tokens, d: Decay, precision) -> _Solved:
   full = partial(jnp.matmul, precision=precision)
-  N_ab, N_ak = (d.scores_before(x.a, y, precision) for y in (x.b, x.k))
+  N_ab, N_ak = d.scores_before(x.a, x.b, precision, careful=True), d.scores_before(x.a, x.k, precision)
   P_b, P_k = (d.scores(x.q, y, precision, diagonal=True) for y in (x.b, x.k))
   T = unit_lower_inverse(-N_ab, precision)
   both = full(T, jnp.concatenate([x.a * d.before, full(N_ak, x.v)], axis=-1))

@@ -14,14 +14,14 @@ from jaxtyping import Array, Float, Int
 from lajax._numerics import NEGLIGIBLE
 from lajax.recurrence.drive import run_before, segments
 
-LARGEST = 60.0  # of m where exp(m) is formed: beyond it the other side of the minimum is the smaller one
+LARGEST = {4: 80.0, 8: 700.0}  # of m where exp(m) is formed, by bytes of a number: beyond, 1 / |n.q| is the smaller side
 
 
 def stabilise(
   i: Float[Array, "B T HV"], f: Float[Array, "B T HV"], m: Float[Array, "B HV"], segment_ids: Int[Array, "B T"] | None
 ) -> tuple[Array, Array, Array]:
   """The running maximum behind each token, log f' <= 0, and i', each [B T HV]; a new document begins with m = 0."""
-  i, f = jnp.maximum(i, NEGLIGIBLE), jnp.maximum(f, NEGLIGIBLE)
+  i, f, m = (jnp.maximum(x, NEGLIGIBLE) for x in (i, f, m))
   first = None
   if segment_ids is not None:
     runs, real = segments(segment_ids)
@@ -31,7 +31,7 @@ def stabilise(
   fixed = lax.stop_gradient(top)
   before = jnp.concatenate([lax.stop_gradient(m)[:, None], fixed[:, :-1]], axis=1)
   before = before if first is None else jnp.where(first, 0, before)
-  return top, f + before - fixed, jnp.exp(i - fixed)
+  return top, f + (before - fixed), jnp.exp(i - fixed)  # in this order: m may be large, its change is not
 
 
 @jax.jit
@@ -59,4 +59,4 @@ def normalizer(denominator: Array, m: Array) -> Array:
   size = jnp.abs(denominator)
   zero = size == 0
   inverse = jnp.where(zero, jnp.inf, 1 / jnp.where(zero, 1, size))
-  return jnp.minimum(inverse, lax.stop_gradient(jnp.exp(jnp.minimum(m, LARGEST))))
+  return jnp.minimum(inverse, lax.stop_gradient(jnp.exp(jnp.minimum(m, LARGEST[m.dtype.itemsize]))))

@@ -51,7 +51,7 @@ def normalized_linear_attention_step(
   eps: float = 1e-10,
 ) -> tuple[tuple[Matrix, Float[Array, "B HV K"]], Float[Array, "B HV V"]]:
   """One token of `lajax.normalized_linear_attention`: as `linear_attention_step`, divided by scale q.z + eps."""
-  S, z = state
+  S, z = _shapes.check_parts("state", state, ("S", "z"))
   _shapes.check(v=(v, "B HV V"), S=(S, "B HV K V"), z=(z, "B HV K"))
   wide = accumulation_dtype(v, S)
   values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1).astype(wide)
@@ -76,6 +76,7 @@ def delta_rule_step(
     q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), beta=(beta, "B HV"), g=(g, "B HV | B HV K"),
     erase=(erase, "B HV K"), write=(write, "B HV V"), state=(state, "B HV K V"),
   )  # fmt: skip
+  _shapes.check_strengths(beta, erase, write)
   dtype = accumulation_dtype(q, k, v, beta, g, erase, write, state)
   wide = _heads(sizes, dtype)
   b = wide(erase) if beta is None else wide(beta)[..., None]
@@ -170,7 +171,7 @@ def mlstm_step(
   scale: float | None = None,
 ) -> tuple[tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]], Float[Array, "B HV V"]]:
   """One token of `lajax.mlstm`: C = f' C + i' k v^T, n = f' n + i' k, o = scale C^T q / max(|scale n.q|, exp(-m))."""
-  C, n, m = state
+  C, n, m = _shapes.check_parts("state", state, ("C", "n", "m"))
   _shapes.check(
     v=(v, "B HV V"), i=(i, "B HV"), f=(f, "B HV"), C=(C, "B HV K V"), n=(n, "B HV K"), m=(m, "B HV")
   )  # fmt: skip
@@ -211,7 +212,7 @@ def _heads(sizes, dtype) -> Callable[[Any], Any]:
 
 
 def _scale(scale, sizes) -> float:
-  return sizes["K"] ** -0.5 if scale is None else scale
+  return max(sizes["K"], 1) ** -0.5 if scale is None else scale
 
 
 def _step(rule, state, tokens, dtype):
