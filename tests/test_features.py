@@ -12,7 +12,7 @@ from flax import nnx
 from layer_cases import QUICK, Case, D, abstract, values
 
 import lajax.layers as L
-from lajax.layers.features import favor_features, orthogonal_projection, squares
+from lajax.layers.features import dpfp, favor_features, orthogonal_projection, squares
 from lajax.layers.hgrn import forget_gate
 
 
@@ -230,3 +230,15 @@ def test_half_precision(kind):
   y, _ = called(half, params, x)
   assert y.dtype == jnp.bfloat16
   assert relative_rms(y, want) < 10 * BUDGET["bfloat16"]["value"]  # projections and features are rounded too
+
+
+def test_dpfp_multiplies_neighbours_of_the_rectified_halves():
+  x = np.array([[1.0, -2.0, 3.0]], np.float32)
+  r = [1, 0, 3, 0, 2, 0]
+  want = [r[i] * r[i - 1] for i in range(6)]
+  np.testing.assert_array_equal(dpfp(x)[0], want)
+  np.testing.assert_array_equal(dpfp(x, nu=2)[0, 6:], [r[i] * r[i - 2] for i in range(6)])
+  layer = L.LinearAttention(8, 2, 4, feature_map="dpfp", rngs=nnx.Rngs(0))
+  y, state = layer(jnp.ones((1, 3, 8)))
+  assert y.shape == (1, 3, 8)
+  assert state.memory[0].shape == (1, 2, 8, 4)

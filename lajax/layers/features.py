@@ -45,6 +45,16 @@ def squares(x: Float[Array, "... K"]) -> Float[Array, "... K*(K+1)/2"]:
   return x[..., i] * x[..., j] * weight.astype(x.dtype)
 
 
+def dpfp(x: Float[Array, "... K"], nu: int = 1) -> Float[Array, "... 2*K*nu"]:
+  """Deterministic parameter-free projection: phi(x) = (r_i r_{i-j}) for j = 1 .. nu, r = relu(x, -x), indices modulo 2 K.
+
+  Paper: I. Schlag, K. Irie, J. Schmidhuber, "Linear Transformers Are Secretly Fast Weight Programmers", 2021,
+  arXiv:2102.11174, equation 37.
+  """
+  r = jax.nn.relu(jnp.concatenate([x, -x], axis=-1))
+  return jnp.concatenate([r * jnp.roll(r, j, axis=-1) for j in range(1, nu + 1)], axis=-1)
+
+
 def orthogonal_projection(key: Array, width: int, count: int, dtype=jnp.float32) -> Float[Array, "K M"]:
   """M directions w of N(0, I_K), exactly orthogonal in each block of K; a length is that of an independent Gaussian vector."""
   blocks = -(-count // width)
@@ -82,6 +92,8 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
   "exp": scaled_exp,
   "identity": identity,
   "taylor2": taylor2,
+  "squares": squares,
+  "dpfp": dpfp,
 }
 
 

@@ -105,8 +105,8 @@ class LinearAttention(KernelAttention):
     d_model: D.
     num_heads: H.
     head_dim: K; the feature map may widen it to F.
-    feature_map: "elu+1", "relu", "exp" (of x / sqrt K, computed with a running maximum), "identity", "taylor2", or a
-      function [.. K] -> [.. F] without parameters.
+    feature_map: "elu+1", "relu", "exp" (of x / sqrt K, computed with a running maximum), "identity", "taylor2", "squares",
+      "dpfp", or a function [.. K] -> [.. F] without parameters.
     normalize: divide by z . phi(q); without it, o = S^T phi(q).
     expand_v: V / K.
     conv_size: the width of a short convolution on q, k, v; None (the default) for none.
