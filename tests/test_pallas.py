@@ -1,0 +1,217 @@
+"""The GPU kernels: interpreted on a CPU against `recurrent` in float64, and compiled for GPUs that are not here.
+
+The interpreter puts NaN behind an array's end, so that a kernel that reads there without a mask fails every comparison.
+"""
+
+import functools
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, Shape
+from jax.experimental import pallas as pl
+
+from lajax import pallas
+from lajax.pallas import report
+from lajax.pallas.launch import launch
+from lajax.recurrence import drive
+
+GATES = ("none", "head", "channel")
+BASE = Shape()
+
+
+def op(q, k, v, g=None, *, initial_state, segment_ids=None):
+  """As `lajax.ops` calls the kernels."""
+  runs = real = None
+  if segment_ids is not None:
+    runs, real = drive.segments(segment_ids)
+    q, k, v, g = drive.blank_padding((q, k, v, g), real)
+  return pallas.run_linear_attention(q, k, v, g, initial_state, runs, real, scale=q.shape[-1] ** -0.5)
+
+
+def gradients(f, arrays, segment_ids, cts):
+  out, pull = jax.vjp(lambda arrays: f(**arrays, segment_ids=segment_ids), arrays)
+  return out, pull(jax.tree.map(lambda ct, x: ct.astype(x.dtype), cts, out))[0]
+
+
+compiled = jax.jit(functools.partial(gradients, op), compiler_options=cases.quick())
+
+
+def rounded(case, arrays, dtype):
+  cts = cases.cotangents(case, arrays)
+  cast = functools.partial(cases.rounded, dtype=dtype)
+  given = {name: cast(name, x) for name, x in arrays.items()}
+  return given, (cast("o", cts[0]), cast("initial_state", cts[1]))
+
+
+def misses(case_id, shape, dtype, packed, rows):
+  case = CASES[case_id]
+  arrays = cases.inputs(case_id, shape, rows)
+  ids = cases.packed_ids(shape.T)[: len(rows)] if packed else None
+  given, cts = rounded(case, arrays, dtype)
+  out, found = jax.device_get(compiled(given, ids, cts))
+  want = cases.reference(case, arrays, ids, values=dtype)
+  return cases.misses(case, cases.Result(*out, found), want, dtype, rows)
+
+
+# --- interpreted -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case_id", ["linear_attention-head", "linear_attention-channel"])
+def test_packed_documents_of_every_kind_of_values(case_id):
+  """Outputs, states and all gradients: documents, padding, gates of -inf, sizes that are no powers of two, grouped heads."""
+  assert not misses(case_id, BASE, "float32", True, cases.batch(CASES[case_id]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("gate", "dtype", "packed"),
+  [
+    ("none", "float32", True),
+    ("none", "bfloat16", False),
+    ("head", "float32", False),
+    ("head", "bfloat16", True),
+    ("channel", "float32", False),
+    ("channel", "bfloat16", True),
+  ],
+)
+def test_dtypes(gate, dtype, packed):
+  case_id = f"linear_attention-{gate}"
+  assert not misses(case_id, BASE, dtype, packed, cases.batch(CASES[case_id]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["head", "channel"])
+@pytest.mark.parametrize(
+  "shape",
+  [Shape(T=1, H=2, HV=2, K=48, V=7), Shape(T=17, H=1, HV=4, K=100, V=33), Shape(T=65, H=2, HV=4, K=192, V=72)],
+  ids=lambda s: f"T{s.T}-H{s.H}-HV{s.HV}-K{s.K}-V{s.V}",
+)
+def test_sizes(gate, shape):
+  case_id = f"linear_attention-{gate}"
+  assert not misses(case_id, shape, "float32", False, CASES[case_id].rows[:5:2])
+
+
+@pytest.mark.slow
+def test_float16():
+  """To the budget of bfloat16, which has fewer digits; also with a state that float16 cannot hold."""
+  case = CASES["linear_attention-head"]
+  wide = lambda name: name in ("g", "initial_state")
+  arrays = {name: x if wide(name) else x.astype(np.float16).astype(np.float64) for name, x in cases.inputs(case.id, BASE).items()}
+  given, cts = rounded(case, arrays, "float32")
+  given = {name: x if wide(name) else x.astype(np.float16) for name, x in given.items()}
+  out, found = jax.device_get(compiled(given, None, cts))
+  want = cases.reference(case, arrays)
+  assert out[0].dtype == found["q"].dtype == np.float16
+  assert not cases.misses(case, cases.Result(*out, found), want, "bfloat16")
+  large = {"initial_state": 1e6 * arrays["initial_state"], "g": np.zeros_like(arrays["g"])}
+  (_, state), _ = compiled(given | {name: x.astype(np.float32) for name, x in large.items()}, None, cts)
+  want = cases.reference(case, arrays | large)
+  assert cases.relative_rms(state, want.state) < cases.BUDGET["bfloat16"]["value"]
+
+
+@pytest.mark.slow
+def test_vmap_and_checkpoint():
+  """Mapped over an axis in front, with the forward pass computed again in the backward pass: the same numbers."""
+  case = CASES["linear_attention-head"]
+  ids = cases.packed_ids(BASE.T)
+  given, cts = rounded(case, cases.inputs(case.id, BASE), "float32")
+  whole = compiled(given, ids, cts)
+  part = lambda x: x.reshape(2, -1, *x.shape[1:])
+  mapped = jax.jit(jax.vmap(functools.partial(gradients, jax.checkpoint(op))), compiler_options=cases.quick())
+  got = mapped(*jax.tree.map(part, (given, ids, cts)))
+  for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
+    assert cases.relative_rms(x.reshape(want.shape), want) < 1e-6
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_decode(gate):
+  """One token of many states, K and V no powers of two, grouped heads."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  B, H, HV, K, V = 3, 2, 4, 12, 40
+  S, q, k, v = draw(B, HV, K, V), draw(B, H, K), draw(B, H, K), draw(B, HV, V)
+  g = {"none": None, "head": -abs(draw(B, HV)), "channel": -abs(draw(B, HV, K))}[gate]
+  if g is not None:
+    g[0] = -np.inf
+  got = jax.jit(pallas.decode_linear_attention, static_argnums=5, compiler_options=cases.quick())(S, q, k, v, g, 0.5)
+  q, k = np.repeat(q, 2, 1), np.repeat(k, 2, 1)
+  decay = np.exp(np.zeros((B, HV), np.float32) if g is None else g)
+  S = decay.reshape(*decay.shape, *(1,) * (4 - decay.ndim)) * S + k[..., :, None] * v[..., None, :]
+  np.testing.assert_allclose(got[0], S, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(got[1], 0.5 * np.einsum("bhkv,bhk->bhv", S, q), rtol=1e-5, atol=1e-5)
+
+
+def test_nan_stands_behind_an_array():
+  """What the other tests rely on: a block's part behind the end of an array is NaN."""
+
+  def copy(inputs, outputs, *, interpreted):
+    outputs[0][...] = inputs[0][...]
+
+  spec, shape = pl.BlockSpec((16,), lambda program: (program,)), jax.ShapeDtypeStruct((16,), jnp.float32)
+  (x,) = launch(
+    copy, [jnp.ones(12)], name="copy", programs=1, in_specs=[spec], out_specs=[spec], out_shapes=[shape], warps=1, stages=1
+  )
+  assert np.isnan(x[12:]).all()
+  assert (x[:12] == 1).all()
+
+
+# --- what is launched, and what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_number_of_launches(gate):
+  """Two forward, three backward; what is kept between them is the inputs and the states at the chunks' starts."""
+  case = CASES[f"linear_attention-{gate}"]
+  given, cts = rounded(case, cases.inputs(case.id, BASE), "float32")
+  launches = lambda f, *args: len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(*args)))) // 2  # of two platforms
+  forward = functools.partial(op, **given)
+  assert launches(forward) == 2
+  assert launches(functools.partial(gradients, op), given, None, cts) == 5
+  kept = jax.tree.leaves(jax.eval_shape(lambda: jax.vjp(lambda x: op(**x), given)[1]))
+  chunks = 7 if gate == "channel" else 4  # of 16 and 32 tokens in float32
+  assert sum(x.size for x in kept) <= sum(x.size for x in given.values()) + chunks * given["initial_state"].size
+
+
+def test_supports():
+  array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+  q, v = array(2, 64, 2, 256), array(2, 64, 4, 100)
+  assert pallas.supports_linear_attention(q, q, v) is None
+  assert pallas.supports_linear_attention(q, q, v, array(2, 64, 4, 256)) is None
+  wide, long = array(2, 64, 2, 257), array(2**22, 2**16, 2, 256)
+  assert "K is 257" in pallas.supports_linear_attention(wide, wide, v)
+  assert "float64" in pallas.supports_linear_attention(q, q, array(2, 64, 4, 100, dtype=jnp.float64))
+  assert "chunk_size is 7" in pallas.supports_linear_attention(q, q, v, chunk_size=7)
+  assert "bonus" in pallas.supports_linear_attention(q, q, v, bonus=array(2, 256))
+  assert "2^31 programs" in pallas.supports_linear_attention(long, long, array(2**22, 2**16, 4, 100))
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------
+
+compiles = pytest.mark.skipif(
+  report.compiler() is None or not jax.__version__.startswith("0.10."),
+  reason="needs NVIDIA's compiler, of the extra `test`, and JAX 0.10, which shows what it compiles",
+)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_compiled_kernels(architecture):
+  """No spills and no stack, shared memory within the limit, tensor cores in all but decode, three products of tf32 for float32."""
+  limit = report.ARCHITECTURES[architecture].shared_per_block
+  rows = report.facts([architecture], widths=[128])
+  assert {(row.kernel, row.gate, row.dtype) for row in rows} == {
+    (kernel, gate, dtype) for kernel in report.KERNELS for gate in GATES for dtype in report.DTYPES
+  }
+  for row in rows:
+    assert row.spills == row.stack == 0, row
+    assert 0 < row.registers <= 255, row
+    assert row.shared <= limit, row
+    products = row.mma + row.wgmma + row.tcgen05
+    if row.kernel != "decode":
+      assert products > row.tf32 if row.dtype == "bfloat16" else products == row.tf32 > 0, row
+      assert row.dtype == "bfloat16" or products % 3 == 0, row
