@@ -62,7 +62,7 @@ def misses(case_id, shape, dtype, packed, rows):
 
 @pytest.mark.parametrize("case_id", ["linear_attention-head", "linear_attention-channel"])
 def test_packed_documents_of_every_kind_of_values(case_id):
-  """Outputs, states and all gradients: documents, padding, gates of -inf, sizes that are no powers of two, grouped heads."""
+  """Outputs, states, all gradients: documents, padding, gates of -inf, sizes no powers of two, grouped heads."""
   assert not misses(case_id, BASE, "float32", True, cases.batch(CASES[case_id]))
 
 
@@ -100,7 +100,8 @@ def test_float16():
   """To the budget of bfloat16, which has fewer digits; also with a state that float16 cannot hold."""
   case = CASES["linear_attention-head"]
   wide = lambda name: name in ("g", "initial_state")
-  arrays = {name: x if wide(name) else x.astype(np.float16).astype(np.float64) for name, x in cases.inputs(case.id, BASE).items()}
+  half = lambda x: x.astype(np.float16).astype(np.float64)
+  arrays = {name: x if wide(name) else half(x) for name, x in cases.inputs(case.id, BASE).items()}
   given, cts = rounded(case, arrays, "float32")
   given = {name: x if wide(name) else x.astype(np.float16) for name, x in given.items()}
   out, found = jax.device_get(compiled(given, None, cts))
@@ -153,8 +154,9 @@ def test_nan_stands_behind_an_array():
 
   spec, shape = pl.BlockSpec((16,), lambda program: (program,)), jax.ShapeDtypeStruct((16,), jnp.float32)
   (x,) = launch(
-    copy, [jnp.ones(12)], name="copy", programs=1, in_specs=[spec], out_specs=[spec], out_shapes=[shape], warps=1, stages=1
-  )
+    copy, [jnp.ones(12)], name="copy", programs=1, in_specs=[spec], out_specs=[spec], out_shapes=[shape],
+    warps=1, stages=1,
+  )  # fmt: skip
   assert np.isnan(x[12:]).all()
   assert (x[:12] == 1).all()
 
@@ -201,7 +203,7 @@ compiles = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 def test_compiled_kernels(architecture):
-  """No spills and no stack, shared memory within the limit, tensor cores in all but decode, three products of tf32 for float32."""
+  """No spills, no stack, shared memory within the limit, tensor cores in all but decode; float32 by three tf32."""
   limit = report.ARCHITECTURES[architecture].shared_per_block
   rows = report.facts([architecture], widths=[128])
   assert {(row.kernel, row.gate, row.dtype) for row in rows} == {
