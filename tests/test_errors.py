@@ -187,11 +187,20 @@ def test_unknown_impl(op):
   assert all(f"'{impl}'" in message for impl in ("auto", "recurrent", "associative", "chunked", "pallas"))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("linear_attention", "normalized_linear_attention", "mlstm")])
 def test_pallas_says_that_it_cannot(op):
   """A named impl never falls back; the message is a sentence with the way out."""
   with pytest.raises(NotImplementedError, match=r"pallas.*(chunked|auto).*\.$"):
     call(op, impl="pallas")
+
+
+@pytest.mark.parametrize(
+  ("options", "part"), [({"bonus": ones(H, K)}, "`bonus`"), ({"chunk_size": 7}, "chunk_size is 7"), ({}, "K is 300")]
+)
+def test_pallas_says_what_its_kernels_do_not_take(options, part):
+  wide = {} if options else {"q": ones(B, T, H, 300), "k": ones(B, T, H, 300), "initial_state": None}
+  with pytest.raises(NotImplementedError, match=rf"{part}.*impl='chunked' or impl='auto'\.$"):
+    call("linear_attention", impl="pallas", **options, **wide)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -4,6 +4,8 @@ The interpreter puts NaN behind an array's end, so that a kernel that reads ther
 """
 
 import functools
+import itertools
+import json
 import re
 
 import cases
@@ -14,22 +16,16 @@ import pytest
 from cases import CASES, Shape
 from jax.experimental import pallas as pl
 
+import lajax
 from lajax import pallas
 from lajax.pallas import report
 from lajax.pallas.launch import launch
-from lajax.recurrence import drive
 
 GATES = ("none", "head", "channel")
 BASE = Shape()
 
 
-def op(q, k, v, g=None, *, initial_state, segment_ids=None):
-  """As `lajax.ops` calls the kernels."""
-  runs = real = None
-  if segment_ids is not None:
-    runs, real = drive.segments(segment_ids)
-    q, k, v, g = drive.blank_padding((q, k, v, g), real)
-  return pallas.run_linear_attention(q, k, v, g, initial_state, runs, real, scale=q.shape[-1] ** -0.5)
+op = functools.partial(lajax.linear_attention, impl="pallas")
 
 
 def gradients(f, arrays, segment_ids, cts):
@@ -199,21 +195,30 @@ compiles = pytest.mark.skipif(
 )
 
 
-@compiles
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_compiled_kernels(architecture):
+def check(rows):
   """No spills, no stack, shared memory within the limit, tensor cores in all but decode; float32 by three tf32."""
-  limit = report.ARCHITECTURES[architecture].shared_per_block
-  rows = report.facts([architecture], widths=[128])
-  assert {(row.kernel, row.gate, row.dtype) for row in rows} == {
-    (kernel, gate, dtype) for kernel in report.KERNELS for gate in GATES for dtype in report.DTYPES
-  }
   for row in rows:
     assert row.spills == row.stack == 0, row
     assert 0 < row.registers <= 255, row
-    assert row.shared <= limit, row
+    assert row.shared <= report.ARCHITECTURES[row.architecture].shared_per_block, row
     products = row.mma + row.wgmma + row.tcgen05
     if row.kernel != "decode":
       assert products > row.tf32 if row.dtype == "bfloat16" else products == row.tf32 > 0, row
       assert row.dtype == "bfloat16" or products % 3 == 0, row
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "dtypes"), [("sm_80", report.DTYPES), ("sm_90a", ("bfloat16",))])
+def test_compiled_kernels(architecture, dtypes):
+  rows = report.facts([architecture], widths=[128], dtypes=dtypes)
+  assert {(row.kernel, row.gate, row.dtype) for row in rows} == set(itertools.product(report.KERNELS, GATES, dtypes))
+  check(rows)
+
+
+def test_the_report_in_docs_is_whole():
+  rows = [report.Facts(**row) for row in json.loads((report.DOCS / "kernels.json").read_text())]
+  axes = report.KERNELS, GATES, report.WIDTHS, report.DTYPES, report.ARCHITECTURES
+  assert {row[:5] for row in rows} == set(itertools.product(*axes))
+  check(rows)
+  assert (report.DOCS / "kernels.md").read_text() == report.markdown(rows)

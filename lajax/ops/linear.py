@@ -1,10 +1,13 @@
 """Additive states: linear attention, normalised, and with the exponential gates of the matrix LSTM."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from lajax import _shapes
+from lajax import _shapes, pallas
 from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision
 from lajax.ops.run import Matrix, cast, first_state, run, scale_of
 from lajax.recurrence import drive
@@ -64,6 +67,8 @@ def linear_attention(
     initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
   _shapes.check_not_nan(segment_ids, g=g)
+  if impl == "pallas":
+    return _by_kernels(q, k, v, g, sizes, scale, bonus, initial_state, segment_ids, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, g, bonus, initial_state), product_precision(q, k, v)
   if bonus is not None and segment_ids is not None:  # before a product of two inputs: NaN in padding stays out of gradients
     q, k, v = drive.blank_padding((q, k, v), segment_ids >= 0)
@@ -75,6 +80,27 @@ def linear_attention(
     own = (tokens.q * tokens.k * bonus.astype(dtype)).sum(-1)
     o = o + jnp.repeat(own, sizes["HV"] // sizes["H"], axis=2)[..., None] * tokens.v
   return o.astype(v.dtype), state
+
+
+def _by_kernels(q, k, v, g, sizes, scale, bonus, initial_state, segment_ids, chunk_size):
+  _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
+  _shapes.check_positive("chunk_size", chunk_size)
+  reason = pallas.supports_linear_attention(q, k, v, g, initial_state, bonus=bonus, chunk_size=chunk_size)
+  if reason is not None:
+    raise NotImplementedError(f"impl='pallas' cannot do this: {reason} Use impl='chunked' or impl='auto'.")
+  state = first_state(initial_state, sizes, jnp.float32)
+  if 0 in v.shape or 0 in state.shape:
+    return jnp.zeros(v.shape, v.dtype), state
+  return _compute_by_kernels(q, k, v, cast(g, jnp.float32), state, segment_ids, float(scale_of(scale, sizes)))
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def _compute_by_kernels(q, k, v, g, state, segment_ids, scale):
+  runs = real = None
+  if segment_ids is not None:
+    runs, real = drive.segments(segment_ids)
+    q, k, v, g = drive.blank_padding((q, k, v, g), real)
+  return pallas.run_linear_attention(q, k, v, g, state, runs, real, scale=scale)
 
 
 def normalized_linear_attention(
