@@ -421,7 +421,10 @@ CASES = {
       for gate, rows in (("head", ("plain", "mixed", "inf")), ("channel", GATED))
     ),
     *(Case("dplr", gate, _dplr, _scan(_add_low_rank, _read), rows) for gate, rows in MATRIX_GATES),
-    Case("mlstm", "head", _mlstm, _scan(_add_stabilised, _read_stabilised), GATED[:-1], cancelling=("dq", "dk")),
+    Case(  # the derivative by m is <C, dC> + <n, dn> at the start, less the same at the end
+      "mlstm", "head", _mlstm, _scan(_add_stabilised, _read_stabilised), GATED[:-1],
+      cancelling=("dq", "dk", "dinitial_state.2"),
+    ),
     _softmax_attention("none", equation=_softmax, rows=("plain",)),
     _softmax_attention("forget", equation=_softmax, rows=("plain", "mixed", "forget", "cliff", "inf", "zero")),
     _softmax_attention(

@@ -302,15 +302,17 @@ def check(name: str, impl: str, dtype: str, stacked: bool):
   assert not misses
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+  "name", [pytest.param(name, marks=() if re.search("T17$|T70", name) else pytest.mark.slow) for name in FILES]
+)
 def test_recurrent_in_float64(name):
   check(name, "recurrent", "float64", stacked=True)
 
 
 def _long(name: str):
-  """Fast: of the methods that are an op of their own, the files of several chunks, strong decays or packed documents."""
+  """Fast: of the methods that are an op of their own, the files of strong decays; of one also packed documents."""
   own = ADAPTERS[name.split("__")[0]].arguments is None or "comba" in name
-  fast = own and any(part in name for part in ("T64", "T70", "varlen", "gva"))
+  fast = own and ("T70_extreme" in name or name in ("kda__varlen100_h0", "kda_gva__T17"))
   return pytest.param(name, marks=() if fast else pytest.mark.slow)
 
 
