@@ -128,7 +128,7 @@ def _lengths():
   """Fast: one length per core case, another one from case to case. Slow: all lengths where chunks differ, one elsewhere."""
   fast = set(zip(cases.CORE, (17, 1, 65, 3, 63, 7, 2), strict=True))
   for case_id in CASES:
-    whole = case_id in cases.CORE and case_id not in ("linear_attention-head", "normalized_linear_attention-head")
+    whole = case_id in ("linear_recurrence-vector", "linear_attention-channel", "delta_rule-head")
     for T in LENGTHS if whole else (1, 3, 65) if case_id in cases.CORE else (1,):
       yield case_id, "chunked", T, (case_id, T) in fast
     if case_id in ("linear_recurrence-vector", "delta_rule-head", "attention-forget"):
