@@ -423,7 +423,7 @@ CASES = {
     *(Case("dplr", gate, _dplr, _scan(_add_low_rank, _read), rows) for gate, rows in MATRIX_GATES),
     Case(  # the derivative by m is <C, dC> + <n, dn> at the start, less the same at the end
       "mlstm", "head", _mlstm, _scan(_add_stabilised, _read_stabilised), GATED[:-1],
-      cancelling=("dq", "dk", "dinitial_state.2"),
+      cancelling=("dq", "dk"),
     ),
     _softmax_attention("none", equation=_softmax, rows=("plain",)),
     _softmax_attention("forget", equation=_softmax, rows=("plain", "mixed", "forget", "cliff", "inf", "zero")),
@@ -590,6 +590,7 @@ def _failures(case: Case, got: Result, want: Result, dtype: str, row: int | slic
   for name, x in got.named().items():
     kind = "value" if name[0] != "d" else "gate" if name[1:] in GATES else "gradient"
     floor = CANCELLATION if name in case.cancelling else 0.0
+    floor = 1.0 if (case.op, name) == ("mlstm", "dinitial_state.2") else floor  # a difference of sums of K V products: of about 15
     part = ... if name[1:] in case.shared else row
     error, budget = relative_rms(x[part], wanted[name][part], floor), scaled * BUDGET[dtype][kind]
     if not error <= budget:
