@@ -14,6 +14,7 @@ from layer_cases import QUICK, Case, D, abstract, values
 import lajax.layers as L
 from lajax.layers.features import dpfp, favor_features, orthogonal_projection, squares
 from lajax.layers.hgrn import forget_gate
+from lajax.layers.state import follow
 
 
 def drawn(kind, *sizes, **options):
@@ -242,3 +243,13 @@ def test_dpfp_multiplies_neighbours_of_the_rectified_halves():
   y, state = layer(jnp.ones((1, 3, 8)))
   assert y.shape == (1, 3, 8)
   assert state.memory[0].shape == (1, 2, 8, 4)
+
+
+def test_performer_with_one_token_gives_its_value():
+  """Whatever q and k are: also where their features are large in other places, and z . phi(q) is small."""
+  rng = np.random.default_rng(0)
+  layer = L.Performer(64, 1, 64, num_features=256, impl="recurrent", rngs=nnx.Rngs(0))
+  q = jnp.asarray(2 * rng.standard_normal((8, 1, 1, 64)), jnp.float32)
+  v = jnp.asarray(rng.standard_normal((8, 1, 1, 64)), jnp.float32)
+  o, _ = layer.mix({"q": q, "k": -q, "v": v}, None, follow(None, (8, 1), None))
+  np.testing.assert_allclose(o, v, rtol=1e-5, atol=1e-6)
