@@ -187,6 +187,13 @@ def test_supports():
   assert "2^31 programs" in pallas.supports_linear_attention(long, long, array(2**22, 2**16, 4, 100))
 
 
+def test_second_derivatives_are_refused_with_a_sentence():
+  x = jnp.ones((1, 4, 1, 5))
+  first = jax.grad(lambda x: op(x, x, x, initial_state=None)[0].sum())
+  with pytest.raises(NotImplementedError, match=r"first derivatives only.*impl='recurrent'"):
+    jax.grad(lambda x: first(x).sum())(x)
+
+
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 compiles = pytest.mark.skipif(
