@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import equations
 import jax
 import ml_dtypes
 import numpy as np
@@ -190,149 +191,6 @@ def _attention(rng, gate, row, s):
   return qkv | ({"sink": _normal(rng, heads)} if gate == "window_sink" else {})
 
 
-# --- the equations, as printed, in numpy: what `recurrent` itself is compared with --------------------------------------
-
-
-def _scan(update: Callable, read: Callable) -> Callable:
-  """Runs one row, all heads at once: update(state, token) -> state, read(state, token) -> output."""
-
-  def equation(inputs: Mapping[str, Any], segment_ids: np.ndarray, scale: float | None) -> tuple[np.ndarray, Any]:
-    tokens = {name: x for name, x in inputs.items() if name != "initial_state"}
-    state, document, outputs = inputs["initial_state"], None, []
-    for t, segment in enumerate(segment_ids):
-      token = {name: x[t] for name, x in tokens.items()}
-      if segment >= 0:
-        if document is not None and segment != document:
-          state = jax.tree.map(np.zeros_like, state)
-        document, state = segment, update(state, token)
-      o = np.asarray(read(state, token, scale))
-      outputs.append(o if segment >= 0 else np.zeros_like(o))
-    return np.stack(outputs), state
-
-  return equation
-
-
-def _heads(x, like):
-  return np.repeat(x, like.shape[0] // x.shape[0], axis=0)
-
-
-def _decay(token, state):
-  g = token.get("g", np.zeros(1))
-  return np.exp(g).reshape(*g.shape, *(1,) * (state.ndim - g.ndim)) * state
-
-
-def _outer(a, b):
-  return a[..., :, None] * b[..., None, :]
-
-
-def _read(state, token, scale):
-  q = _heads(token["q"], state)
-  return (q.shape[-1] ** -0.5 if scale is None else scale) * np.einsum("hkv,hk->hv", state, q)
-
-
-def _add(state, token):
-  return _decay(token, state) + _outer(_heads(token["k"], token["v"]), token["v"])
-
-
-def _add_normalized(state, token):
-  ones = token | {"v": np.ones_like(token["v"][..., :1])}
-  return _add(state[0], token), _add(state[1][..., None], ones)[..., 0]
-
-
-def _read_normalized(state, token, scale):
-  denominator = _read(state[1][..., None], token, scale)
-  return _read(state[0], token, scale) / (denominator + 1e-10)
-
-
-def _correct(state, token):
-  k = _heads(token["k"], token["v"])
-  state = _decay(token, state)
-  error = token["v"] - np.einsum("hkv,hk->hv", state, k)
-  return state + _outer(k, token["beta"][:, None] * error)
-
-
-def _correct_channels(state, token):
-  k, state = _heads(token["k"], token["v"]), _decay(token, state)
-  error = token["write"] * token["v"] - np.einsum("hkv,hk->hv", state, token["erase"] * k)
-  return state + _outer(k, error)
-
-
-def _correct_often(state, token):
-  state = _decay(token, state)
-  for k, v, beta in zip(token["k"], token["v"], token["beta"], strict=True):
-    state = _correct(state, {"k": k, "v": v, "beta": beta})
-  return state
-
-
-def _correct_values(state, token):
-  g = token.get("g", np.zeros(1))
-  state = state * (np.exp(g)[:, None, None] if g.ndim == 1 else np.exp(g)[:, None, :])
-  v = token["v"]
-  error = _heads(token["k"], v) - np.einsum("hkv,hv->hk", state, v)
-  return state + _outer(error, token["beta"][:, None] * v)
-
-
-def _reading_before(inputs, segment_ids, scale):
-  """With a bonus, the state is read before the token's decay and write: here (state before, state after)."""
-  u = inputs["bonus"]
-
-  def read(state, token, scale):
-    q, k = token["q"], token["k"]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    own = _heads((q * u * k).sum(-1, keepdims=True), token["v"]) * token["v"]
-    return _read(state[0], token, scale) + scale * own
-
-  S = inputs["initial_state"]
-  tokens = {name: x for name, x in inputs.items() if name != "bonus"} | {"initial_state": (S, S)}
-  o, state = _scan(lambda state, token: (state[1], _add(state[1], token)), read)(tokens, segment_ids, scale)
-  return o, state[1]
-
-
-def _add_low_rank(state, token):
-  k, a, b = (_heads(token[name], token["v"]) for name in "kab")
-  return _decay(token, state) + _outer(b, np.einsum("hkv,hk->hv", state, a)) + _outer(k, token["v"])
-
-
-def _add_stabilised(state, token):
-  C, n, m = state
-  i, f, k = token["i"], token["f"], _heads(token["k"], token["v"])
-  top = np.maximum(f + m, i)
-  forget, write = np.exp(f + m - top), np.exp(i - top)
-  C = forget[:, None, None] * C + write[:, None, None] * _outer(k, token["v"])
-  return C, forget[:, None] * n + write[:, None] * k, top
-
-
-def _read_stabilised(state, token, scale):
-  C, n, m = state
-  denominator = _read(n[..., None], token, scale)
-  return _read(C, token, scale) / np.maximum(np.abs(denominator), np.exp(-m)[:, None])
-
-
-def _softmax(inputs, segment_ids, scale, window=None):
-  """Softmax over the tokens of the same document, up to the query's own; a sink takes part in the denominator only."""
-  sink = inputs.get("sink")
-  q, v = inputs["q"], inputs["v"]
-  k, v = np.repeat(inputs["k"], q.shape[1] // v.shape[1], 1), np.repeat(v, q.shape[1] // v.shape[1], 1)
-  real = segment_ids >= 0
-  ids, place = segment_ids[real], np.cumsum(real)  # a window counts tokens, not padding
-  run = np.full(len(segment_ids), -1)
-  run[real] = np.cumsum(np.concatenate([[0], ids[1:] != ids[:-1]])) if len(ids) else 0
-  outputs = np.zeros((len(q), q.shape[1], v.shape[-1]))
-  for i in np.flatnonzero(real):
-    near = place[: i + 1] > place[i] - (window or len(q))
-    j = np.flatnonzero((run[: i + 1] == run[i]) & near)
-    scores = (q.shape[-1] ** -0.5 if scale is None else scale) * np.einsum("hk,jhk->jh", q[i], k[j])
-    if "log_forget" in inputs:  # the gates between key and query, summed backwards from the query
-      later = np.where(real, 1.0, 0.0)[: i + 1, None] * np.nan_to_num(inputs["log_forget"][: i + 1], neginf=-1e30)
-      suffix = np.cumsum(later[::-1], 0)[::-1]
-      scores = scores + np.concatenate([suffix[1:], np.zeros_like(suffix[:1])])[j]
-    top = scores.max(0) if sink is None else np.maximum(scores.max(0), sink)
-    weights = np.exp(scores - top)
-    total = weights.sum(0) + (0 if sink is None else np.exp(sink - top))
-    outputs[i] = np.einsum("jh,jhv->hv", weights / total, v[j])
-  return outputs, ()
-
-
 # --- the table of cases ----------------------------------------------------------------------------------------------
 
 LINEAR = ("recurrent", "associative", "chunked")
@@ -370,7 +228,7 @@ _recurrence = functools.partial(
   Case,
   "linear_recurrence",
   sample=_linear_recurrence,
-  equation=_scan(lambda h, t: np.exp(t["log_a"]) * h + t["x"], lambda h, t, scale: h),
+  equation=equations.scan(lambda h, t: np.exp(t["log_a"]) * h + t["x"], lambda h, t, scale: h),
   chunked=False,
   output=lambda arrays: arrays["x"].shape,
 )
@@ -389,46 +247,53 @@ CASES = {
   for case in [
     _recurrence("vector", rows=GATED),
     _recurrence("matrix", rows=("plain", "mixed")),
-    *(Case("linear_attention", gate, _linear_attention, _scan(_add, _read), rows) for gate, rows in MATRIX_GATES),
+    *(
+      Case("linear_attention", gate, _linear_attention, equations.scan(equations.add, equations.read), rows)
+      for gate, rows in MATRIX_GATES
+    ),
     *(
       Case(
         "normalized_linear_attention",
         gate,
         _normalized,
-        _scan(_add_normalized, _read_normalized),
+        equations.scan(equations.add_normalized, equations.read_normalized),
         rows,
         cancelling=("dq", "dk"),
       )
       for gate, rows in MATRIX_GATES
     ),
-    *(Case("delta_rule", gate, _delta_rule, _scan(_correct, _read), (*rows, *KEY_ROWS)) for gate, rows in MATRIX_GATES),
-    Case(
-      "linear_attention", "bonus", _bonus, _reading_before, GATED, shared=("bonus",), untimed=("initial_state", "bonus"),
+    *(
+      Case("delta_rule", gate, _delta_rule, equations.scan(equations.correct, equations.read), (*rows, *KEY_ROWS))
+      for gate, rows in MATRIX_GATES
     ),
     Case(
-      "delta_rule", "erase_write", _gates_a_channel, _scan(_correct_channels, _read), ("plain", "mixed", "inf"),
-      options=(("beta", None),),
+      "linear_attention", "bonus", _bonus, equations.reading_before, GATED,
+      shared=("bonus",), untimed=("initial_state", "bonus"),
+    ),
+    Case(
+      "delta_rule", "erase_write", _gates_a_channel, equations.scan(equations.correct_channels, equations.read),
+      ("plain", "mixed", "inf"), options=(("beta", None),),
     ),
     *(
       Case(
-        "delta_product", gate, _delta_product, _scan(_correct_often, _read), rows,
+        "delta_product", gate, _delta_product, equations.scan(equations.correct_often, equations.read), rows,
         output=lambda arrays: (*arrays["q"].shape[:2], *arrays["v"].shape[3:]),
       )
       for gate, rows in (("none", ("plain",)), ("head", ("plain", "mixed", "inf")))
     ),
     *(
-      Case("gated_oja", gate, _gated_oja, _scan(_correct_values, _read), rows)
+      Case("gated_oja", gate, _gated_oja, equations.scan(equations.correct_values, equations.read), rows)
       for gate, rows in (("head", ("plain", "mixed", "inf")), ("channel", GATED))
     ),
-    *(Case("dplr", gate, _dplr, _scan(_add_low_rank, _read), rows) for gate, rows in MATRIX_GATES),
+    *(Case("dplr", gate, _dplr, equations.scan(equations.add_low_rank, equations.read), rows) for gate, rows in MATRIX_GATES),
     Case(  # the derivative by m is <C, dC> + <n, dn> at the start, less the same at the end
-      "mlstm", "head", _mlstm, _scan(_add_stabilised, _read_stabilised), GATED[:-1],
+      "mlstm", "head", _mlstm, equations.scan(equations.add_stabilised, equations.read_stabilised), GATED[:-1],
       cancelling=("dq", "dk"),
     ),
-    _softmax_attention("none", equation=_softmax, rows=("plain",)),
-    _softmax_attention("forget", equation=_softmax, rows=("plain", "mixed", "forget", "cliff", "inf", "zero")),
+    _softmax_attention("none", equation=equations.softmax, rows=("plain",)),
+    _softmax_attention("forget", equation=equations.softmax, rows=("plain", "mixed", "forget", "cliff", "inf", "zero")),
     _softmax_attention(
-      "window_sink", equation=functools.partial(_softmax, window=7), rows=("plain",), options=(("window", 7),)
+      "window_sink", equation=functools.partial(equations.softmax, window=7), rows=("plain",), options=(("window", 7),)
     ),
   ]
 }  # fmt: skip

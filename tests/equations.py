@@ -1,0 +1,150 @@
+"""The equations of the ops as their papers print them, in NumPy, token by token: what `recurrent` itself is compared with.
+
+Each takes one row of inputs, without the batch axis, with the document of each token, and gives outputs and the final state.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def scan(update: Callable, read: Callable) -> Callable:
+  """Runs one row, all heads at once: update(state, token) -> state, read(state, token) -> output."""
+
+  def equation(inputs: Mapping[str, Any], segment_ids: np.ndarray, scale: float | None) -> tuple[np.ndarray, Any]:
+    tokens = {name: x for name, x in inputs.items() if name != "initial_state"}
+    state, document, outputs = inputs["initial_state"], None, []
+    for t, segment in enumerate(segment_ids):
+      token = {name: x[t] for name, x in tokens.items()}
+      if segment >= 0:
+        if document is not None and segment != document:
+          state = jax.tree.map(np.zeros_like, state)
+        document, state = segment, update(state, token)
+      o = np.asarray(read(state, token, scale))
+      outputs.append(o if segment >= 0 else np.zeros_like(o))
+    return np.stack(outputs), state
+
+  return equation
+
+
+def heads(x, like):
+  return np.repeat(x, like.shape[0] // x.shape[0], axis=0)
+
+
+def decay(token, state):
+  g = token.get("g", np.zeros(1))
+  return np.exp(g).reshape(*g.shape, *(1,) * (state.ndim - g.ndim)) * state
+
+
+def outer(a, b):
+  return a[..., :, None] * b[..., None, :]
+
+
+def read(state, token, scale):
+  q = heads(token["q"], state)
+  return (q.shape[-1] ** -0.5 if scale is None else scale) * np.einsum("hkv,hk->hv", state, q)
+
+
+def add(state, token):
+  return decay(token, state) + outer(heads(token["k"], token["v"]), token["v"])
+
+
+def add_normalized(state, token):
+  ones = token | {"v": np.ones_like(token["v"][..., :1])}
+  return add(state[0], token), add(state[1][..., None], ones)[..., 0]
+
+
+def read_normalized(state, token, scale):
+  denominator = read(state[1][..., None], token, scale)
+  return read(state[0], token, scale) / (denominator + 1e-10)
+
+
+def correct(state, token):
+  k = heads(token["k"], token["v"])
+  state = decay(token, state)
+  error = token["v"] - np.einsum("hkv,hk->hv", state, k)
+  return state + outer(k, token["beta"][:, None] * error)
+
+
+def correct_channels(state, token):
+  k, state = heads(token["k"], token["v"]), decay(token, state)
+  error = token["write"] * token["v"] - np.einsum("hkv,hk->hv", state, token["erase"] * k)
+  return state + outer(k, error)
+
+
+def correct_often(state, token):
+  state = decay(token, state)
+  for k, v, beta in zip(token["k"], token["v"], token["beta"], strict=True):
+    state = correct(state, {"k": k, "v": v, "beta": beta})
+  return state
+
+
+def correct_values(state, token):
+  g = token.get("g", np.zeros(1))
+  state = state * (np.exp(g)[:, None, None] if g.ndim == 1 else np.exp(g)[:, None, :])
+  v = token["v"]
+  error = heads(token["k"], v) - np.einsum("hkv,hv->hk", state, v)
+  return state + outer(error, token["beta"][:, None] * v)
+
+
+def reading_before(inputs, segment_ids, scale):
+  """With a bonus, the state is read before the token's decay and write: here (state before, state after)."""
+  u = inputs["bonus"]
+
+  def read_with_bonus(state, token, scale):
+    q, k = token["q"], token["k"]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    own = heads((q * u * k).sum(-1, keepdims=True), token["v"]) * token["v"]
+    return read(state[0], token, scale) + scale * own
+
+  S = inputs["initial_state"]
+  tokens = {name: x for name, x in inputs.items() if name != "bonus"} | {"initial_state": (S, S)}
+  o, state = scan(lambda state, token: (state[1], add(state[1], token)), read_with_bonus)(tokens, segment_ids, scale)
+  return o, state[1]
+
+
+def add_low_rank(state, token):
+  k, a, b = (heads(token[name], token["v"]) for name in "kab")
+  return decay(token, state) + outer(b, np.einsum("hkv,hk->hv", state, a)) + outer(k, token["v"])
+
+
+def add_stabilised(state, token):
+  C, n, m = state
+  i, f, k = token["i"], token["f"], heads(token["k"], token["v"])
+  top = np.maximum(f + m, i)
+  forget, write = np.exp(f + m - top), np.exp(i - top)
+  C = forget[:, None, None] * C + write[:, None, None] * outer(k, token["v"])
+  return C, forget[:, None] * n + write[:, None] * k, top
+
+
+def read_stabilised(state, token, scale):
+  C, n, m = state
+  denominator = read(n[..., None], token, scale)
+  return read(C, token, scale) / np.maximum(np.abs(denominator), np.exp(-m)[:, None])
+
+
+def softmax(inputs, segment_ids, scale, window=None):
+  """Softmax over the tokens of the same document, up to the query's own; a sink takes part in the denominator only."""
+  sink = inputs.get("sink")
+  q, v = inputs["q"], inputs["v"]
+  k, v = np.repeat(inputs["k"], q.shape[1] // v.shape[1], 1), np.repeat(v, q.shape[1] // v.shape[1], 1)
+  real = segment_ids >= 0
+  ids, place = segment_ids[real], np.cumsum(real)  # a window counts tokens, not padding
+  run = np.full(len(segment_ids), -1)
+  run[real] = np.cumsum(np.concatenate([[0], ids[1:] != ids[:-1]])) if len(ids) else 0
+  outputs = np.zeros((len(q), q.shape[1], v.shape[-1]))
+  for i in np.flatnonzero(real):
+    near = place[: i + 1] > place[i] - (window or len(q))
+    j = np.flatnonzero((run[: i + 1] == run[i]) & near)
+    scores = (q.shape[-1] ** -0.5 if scale is None else scale) * np.einsum("hk,jhk->jh", q[i], k[j])
+    if "log_forget" in inputs:  # the gates between key and query, summed backwards from the query
+      later = np.where(real, 1.0, 0.0)[: i + 1, None] * np.nan_to_num(inputs["log_forget"][: i + 1], neginf=-1e30)
+      suffix = np.cumsum(later[::-1], 0)[::-1]
+      scores = scores + np.concatenate([suffix[1:], np.zeros_like(suffix[:1])])[j]
+    top = scores.max(0) if sink is None else np.maximum(scores.max(0), sink)
+    weights = np.exp(scores - top)
+    total = weights.sum(0) + (0 if sink is None else np.exp(sink - top))
+    outputs[i] = np.einsum("jh,jhv->hv", weights / total, v[j])
+  return outputs, ()
