@@ -63,3 +63,16 @@ def launch(
     )(*arrays)
 
   return lax.platform_dependent(*arrays, cuda=functools.partial(run, False), default=functools.partial(run, True))
+
+
+def once(f: Callable) -> Callable:
+  """f(static, ...), which says so where it is to be differentiated: it is a derivative, or goes with one."""
+  wrapped = jax.custom_jvp(f, nondiff_argnums=(0,))
+
+  @wrapped.defjvp
+  def refuse(static, primals, tangents):
+    raise NotImplementedError(
+      "impl='pallas' has first derivatives only, and a second one was asked for; use impl='recurrent' or impl='associative'."
+    )
+
+  return wrapped

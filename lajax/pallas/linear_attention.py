@@ -12,7 +12,6 @@ chunks.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from lajax.pallas import tiles
-from lajax.pallas.launch import launch
+from lajax.pallas.launch import launch, once
 from lajax.pallas.tiles import Runs, both, give, inside, iota, take
 
 f32 = jnp.float32
@@ -445,20 +444,7 @@ def _backward(scale: float, residuals, cotangents):
   return (dq.astype(q.dtype), dk.astype(k.dtype), dv, dg, dstate.astype(state.dtype)), None
 
 
-def _once(f: Callable) -> Callable:
-  """f, which says so where it is to be differentiated: it is a derivative, or goes with one."""
-  wrapped = jax.custom_jvp(f, nondiff_argnums=(0,))
-
-  @wrapped.defjvp
-  def refuse(scale, primals, tangents):
-    raise NotImplementedError(
-      "impl='pallas' has first derivatives only, and a second one was asked for; use impl='recurrent' or impl='associative'."
-    )
-
-  return wrapped
-
-
-_attend.defvjp(_once(_forward), _once(_backward))
+_attend.defvjp(once(_forward), once(_backward))
 
 
 def supports(q, k, v, g=None, initial_state=None, *, bonus=None, chunk_size: int | None = None) -> str | None:
