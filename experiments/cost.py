@@ -183,7 +183,10 @@ def table(config: Config, lines: list[dict]) -> Table:
     cells.append(size(first["conv_bytes"]))
     for length in shown:
       line = of[length]
-      cells += [size(line["cache_bytes"]), *(f"{line[key] / 1e6:,.0f} M" for key in ("decode_operations", "prefill_operations"))]
+      cells += [
+        size(line["cache_bytes"]),
+        *(f"{line[key] / 1e6:,.0f} M" for key in ("decode_operations", "prefill_operations")),
+      ]
     result.add_row(model, *cells)
   return result
 
@@ -223,11 +226,17 @@ def facts(config: Config, lines: list[dict]) -> list[tuple[bool, str]]:
   results = []
   if "sophia" in found:
     numbers = found["sophia"]["state_numbers"]
-    held = numbers == 336 * 96 * 96 and {numbers} == {line["state_numbers"] for line in lines if line["model"] == "sophia"}
-    results.append((held, f"sophia: {numbers:,} numbers of state = 336 x 96 x 96, {2 * numbers / 1e6:.2f} MB in bfloat16"))
+    held = numbers == 336 * 96 * 96 and {numbers} == {
+      line["state_numbers"] for line in lines if line["model"] == "sophia"
+    }
+    results.append(
+      (held, f"sophia: {numbers:,} numbers of state = 336 x 96 x 96, {2 * numbers / 1e6:.2f} MB in bfloat16")
+    )
   if "softmax" in found:
     cache = found["softmax"]["cache_bytes"]
-    results.append((cache == 672 * 2**20, f"softmax: {cache / 1e6:.1f} MB = {cache / 2**20:.0f} MiB of cache at 4,096 tokens"))
+    results.append(
+      (cache == 672 * 2**20, f"softmax: {cache / 1e6:.1f} MB = {cache / 2**20:.0f} MiB of cache at 4,096 tokens")
+    )
     if "kda_softmax" in found:
       part = found["kda_softmax"]["cache_bytes"]
       results.append((4 * part == cache, f"kda_softmax: {part / 1e6:.1f} MB of cache, a quarter"))

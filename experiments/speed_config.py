@@ -125,5 +125,3 @@ def describe_device() -> str:
 
 def as_json(config: Config) -> dict:
   return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-

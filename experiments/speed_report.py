@@ -91,5 +91,3 @@ def scaling_table(config: Config, lines: list[dict]) -> Table:
     slope = "-" if group[0]["slope"] is None else f"{group[0]['slope']:.3f}"
     table.add_row(op, *(f"{a_token[T]:.1f}" if T in a_token else "-" for T in lengths), slope)
   return table
-
-

@@ -83,7 +83,7 @@ class ReBased(KernelAttention):
     ValueError: an option is out of its range.
 
   Paper: Y. Aksenov et al., "Linear Transformers with Learnable Kernel Functions are Better In-Context Models", 2024,
-  arXiv:2402.10644, section 4.
+  arXiv:2402.10644, its kernel with learnable scale and shift.
   """
 
   def __init__(

@@ -34,7 +34,8 @@ class Comba(Mixer):
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: J. Hu et al., "Comba: Improving Bilinear RNNs with Closed-loop Control", 2025, arXiv:2506.02475, equation 7.
+  Paper: J. Hu et al., "Comba: Improving Bilinear RNNs with Closed-loop Control", 2025, arXiv:2506.02475, its recurrence
+  of a scalar plus low rank with output correction.
   """
 
   def __init__(

@@ -34,7 +34,8 @@ class CosFormer(KernelAttention):
   Raises:
     ValueError: an option is out of its range, or a document is longer than max_length.
 
-  Paper: Z. Qin et al., "cosFormer: Rethinking Softmax in Attention", 2022, arXiv:2202.08791, equations 9 and 10.
+  Paper: Z. Qin et al., "cosFormer: Rethinking Softmax in Attention", 2022, arXiv:2202.08791, the cos-based
+  re-weighting of its linear form.
   """
 
   def __init__(

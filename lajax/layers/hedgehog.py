@@ -33,7 +33,7 @@ class Hedgehog(KernelAttention):
     ValueError: an option is out of its range.
 
   Paper: M. Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", 2024,
-  arXiv:2402.04347, equation 6 (with the softmax of its section on numerical stability in the place of exp).
+  arXiv:2402.04347, its trained feature map with softmax over the channels in the place of exp.
   """
 
   def __init__(

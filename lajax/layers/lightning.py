@@ -35,8 +35,8 @@ class Lightning(Mixer):
   Raises:
     ValueError: an option is out of its range.
 
-  Papers: Z. Qin et al., "Lightning Attention-2", 2024, arXiv:2401.04658, equation 2; MiniMax, "MiniMax-01: Scaling Foundation
-  Models with Lightning Attention", 2025, arXiv:2501.08313, section 2.2.
+  Papers: Z. Qin et al., "Lightning Attention-2", 2024, arXiv:2401.04658; MiniMax, "MiniMax-01: Scaling Foundation
+  Models with Lightning Attention", 2025, arXiv:2501.08313, its lightning attention layer.
   """
 
   def __init__(

@@ -35,7 +35,7 @@ class RWKV6(TokenShiftMixer):
     ValueError: an option is out of its range.
 
   Paper: B. Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024, arXiv:2404.05892,
-  equations 10 to 19.
+  the time mixing of Finch.
   """
 
   def __init__(

@@ -40,7 +40,7 @@ class RWKV7(TokenShiftMixer):
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: B. Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025, arXiv:2503.14456, equations 2 to 17.
+  Paper: B. Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025, arXiv:2503.14456, its time mixing.
   """
 
   def __init__(
