@@ -49,17 +49,11 @@ def op(case, impl: str, **options):
 
 
 def _splits():
-  """Fast: one split for each of four cases. Slow: every split of those four, one of the others."""
-  fast = dict(
-    zip(
-      ("linear_recurrence-vector", "linear_attention-channel", "delta_rule-head", "delta_rule-channel"),
-      (64, 65, 63, 17),
-      strict=True,
-    )
-  )
+  """Fast: one split for each of two cases. Slow: every split of four, one of the others."""
+  fast = (("linear_recurrence-vector", 64), ("delta_rule-head", 63))
   for case_id in STATEFUL:
-    for at in (1, 17, 63, 64, 65) if case_id in fast else (64,):
-      yield pytest.param(case_id, at, marks=() if fast.get(case_id) == at else pytest.mark.slow)
+    for at in (1, 17, 63, 64, 65) if case_id in (*DECAYING, "delta_rule-channel") else (64,):
+      yield pytest.param(case_id, at, marks=() if (case_id, at) in fast else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("case_id", "at"), [*_splits()])
@@ -109,7 +103,7 @@ def test_decoding_equals_prefill(case_id):
 # --- causality, padding, documents: bit for bit --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case_id", CASES)
+@pytest.mark.parametrize("case_id", cases.core_first())
 def test_causality(case_id):
   """What comes later changes no bit of an output, nor does a cotangent there change a gradient's bit later on."""
   case, at = CASES[case_id], 70

@@ -12,7 +12,7 @@ from layer_cases import QUICK, Case, D, abstract, values
 from test_layers_pieces import agrees_with_oracle
 
 import lajax.layers as L
-from lajax.cost import programs_inside
+from lajax._operations import programs_inside
 from lajax.layers import rglru
 from lajax.layers.state import follow
 

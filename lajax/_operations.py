@@ -1,0 +1,48 @@
+"""The multiplications and additions of a traced program."""
+
+import math
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+ARITHMETIC = ("add", "sub", "mul", "add_any")
+SUMS = ("reduce_sum", "cumsum")
+
+
+def operations(program: Jaxpr) -> int:
+  """The multiplications and additions of floats: 2 M K N for a product of matrices [M K] and [K N].
+
+  A loop counts as often as it runs, a branch as its dearest side.
+  """
+  return sum(_operations_of(eqn) for eqn in program.eqns)
+
+
+def _operations_of(eqn) -> int:
+  name = eqn.primitive.name
+  if name == "scan":
+    return eqn.params["length"] * sum(map(operations, programs_inside(eqn)))
+  if name == "while":
+    raise NotImplementedError("a loop of unknown length has no count of operations; give the layer an `impl` without one.")
+  if name == "cond":
+    return max(map(operations, programs_inside(eqn)))
+  inside = sum(map(operations, programs_inside(eqn)))
+  if not eqn.outvars or not jnp.issubdtype(getattr(eqn.outvars[0].aval, "dtype", jnp.int32), jnp.floating):
+    return inside
+  if name == "dot_general":
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.shape
+    return 2 * eqn.outvars[0].aval.size * math.prod(left[axis] for axis in contracted)
+  if name in ARITHMETIC:
+    return eqn.outvars[0].aval.size
+  return inside + (eqn.invars[0].aval.size if name in SUMS else 0)
+
+
+def programs_inside(eqn) -> Iterator[Jaxpr]:
+  """The programs that an equation runs: bodies of loops, branches, calls."""
+  for value in eqn.params.values():
+    for item in value if isinstance(value, tuple | list) else (value,):
+      if isinstance(item, ClosedJaxpr):
+        yield item.jaxpr
+      elif isinstance(item, Jaxpr):
+        yield item
