@@ -44,7 +44,7 @@ def main() -> None:
 def run(config: Config, console: Console) -> None:
   started = time.perf_counter()
   config = dataclasses.replace(config, forms=config.forms or FORMS[: 5 if platform() == "gpu" else 4])
-  others, missing = ({}, "") if config.no_baselines else installed()
+  others, missing = ({}, "") if config.no_baselines else installed(platform())
   rows = plan(config, others)
   measured = measure(config, rows, console)
   console.print(forms_table(config, measured))

@@ -5,6 +5,7 @@ and return tensors. The plain ones are written as one would at first: einsums, f
 differentiation, nothing recomputed.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -248,11 +249,12 @@ def _over_columns(g):
 # --- other libraries -------------------------------------------------------------------------------------------------
 
 
-def installed() -> tuple[dict[str, dict[str, Baseline]], str]:
+def installed(platform: str = "cpu") -> tuple[dict[str, dict[str, Baseline]], str]:
   """Baselines of other libraries, by op and name, and one line about those that cannot be imported."""
   found: dict[str, dict[str, Baseline]] = {}
   missing = []
-  for library, load in {"jla": _jla, "fla (torch)": _fla, "transformers (torch)": _transformers}.items():
+  fla = functools.partial(_fla, platform)
+  for library, load in {"jla": _jla, "fla (torch)": fla, "transformers (torch)": _transformers}.items():
     try:
       for op, call in load().items():
         found.setdefault(op, {})[library] = Baseline(call, "torch" if "torch" in library else "jax")
@@ -274,7 +276,13 @@ def _jla() -> dict[str, Callable]:
   return {op: make(kind) for op, kind in kinds.items()} | {"linear_attention": ungated}
 
 
-def _fla() -> dict[str, Callable]:
+def _fla(platform: str) -> dict[str, Callable]:
+  """Its Triton kernels on a GPU, else what it writes in plain torch."""
+  if platform == "gpu":
+    kernels = {"simple_gla": "simple_gla", "gla": "gla", "delta_rule": "delta_rule", "gated_delta_rule": "gated_delta_rule"}
+    kernels |= {"kda": "kda", "linear_attention": "simple_gla"}
+    load = lambda family: getattr(importlib.import_module(f"fla.ops.{family}"), f"chunk_{family}")
+    return {op: _with_state(load(family)) for op, family in kernels.items()}
   of = lambda family, name: getattr(importlib.import_module(f"fla.ops.{family}.naive"), name)
   chunked_delta = of("delta_rule", "delta_rule_chunkwise")
 
@@ -304,7 +312,7 @@ def _with_state(f: Callable) -> Callable:
 
 
 class TorchTimer:
-  """A baseline of PyTorch on the same numbers: `forward()` and `both()` run it to the end."""
+  """A baseline of PyTorch on the same numbers: `forward()` and `both()` run it to the end, so many times."""
 
   def __init__(self, call: Callable, inputs: dict[str, jax.Array], platform: str):
     self.torch: Any = importlib.import_module("torch")
@@ -316,16 +324,18 @@ class TorchTimer:
     tensor = self.torch.from_numpy(wide).to(getattr(self.torch, str(x.dtype)))
     return (tensor.cuda() if self.cuda else tensor).requires_grad_()
 
-  def forward(self):
+  def forward(self, times: int = 1):
     with self.torch.no_grad():
-      result = self.call(**self.inputs)
+      for _ in range(times):
+        result = self.call(**self.inputs)
     self._wait()
     return result
 
-  def both(self) -> float:
-    o, state = self.call(**self.inputs)
-    loss = (o.float() ** 2).sum() + (state.float() ** 2).sum()
-    self.torch.autograd.grad(loss, list(self.inputs.values()))
+  def both(self, times: int = 1) -> float:
+    for _ in range(times):
+      o, state = self.call(**self.inputs)
+      loss = (o.float() ** 2).sum() + (state.float() ** 2).sum()
+      self.torch.autograd.grad(loss, list(self.inputs.values()))
     self._wait()
     return loss.item()
 

@@ -1,0 +1,38 @@
+"""The kernels on a real GPU: what the interpreter cannot show. `python experiments/on_gpu.py` runs these, then the times."""
+
+import cases
+import jax
+import numpy as np
+import pallas_cases
+import pytest
+from cases import CASES, Shape
+
+import lajax
+
+pytestmark = pytest.mark.gpu
+KERNELS = [f"{op}-{gate}" for op in ("linear_attention", "delta_rule") for gate in ("none", "head", "channel")]
+SHAPES = (Shape(), Shape(T=130, H=2, HV=4, K=128, V=128), Shape(T=65, H=1, HV=2, K=192, V=72))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s.T}-K{s.K}-V{s.V}")
+@pytest.mark.parametrize("case_id", KERNELS)
+def test_outputs_states_and_gradients(case_id, shape, dtype):
+  """To the budget of the interpreted kernels: float32 products are full float32 here too."""
+  assert not pallas_cases.misses(case_id, shape, dtype, True, cases.batch(CASES[case_id]))
+
+
+@pytest.mark.parametrize("case_id", KERNELS)
+def test_same_bits_every_time(case_id):
+  case = CASES[case_id]
+  given, cts = pallas_cases.rounded(case, cases.inputs(case_id, SHAPES[1]), "bfloat16")
+  first, second = (jax.device_get(pallas_cases.compiled(case)(given, None, cts)) for _ in range(2))
+  for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+    np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def test_more_than_65535_programs():
+  """One batch a program and more: the axes of a launch that a GPU bounds are not used."""
+  q = jax.random.normal(jax.random.key(0), (70_000, 17, 1, 16))
+  run = jax.jit(lambda impl: lajax.linear_attention(q, q, q, impl=impl)[0], static_argnums=0)
+  assert cases.relative_rms(np.asarray(run("pallas")), np.asarray(run("chunked"))) < cases.BUDGET["float32"]["value"]
