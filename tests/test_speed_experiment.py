@@ -21,7 +21,7 @@ from speed_baselines import PLAIN  # noqa: E402
 from speed_cases import CORE, OPS  # noqa: E402
 from speed_config import FORMS, Config, parse  # noqa: E402
 from speed_report import forms_table  # noqa: E402
-from speed_timing import decode, inputs_of, plan, reference_of  # noqa: E402
+from speed_timing import Row, decode, inputs_of, measure, plan, reference_of  # noqa: E402
 
 TINY = Config(length=3, batch=1, heads=2, width=4, repeats=2, positions=(3, 9))
 
@@ -72,17 +72,22 @@ def test_run_prints_figures_and_writes_lines(tmp_path):
   lines = [json.loads(line) for line in out.read_text().splitlines()]
   rows = {line["name"]: line for line in lines if line["task"] == "speed"}
   assert list(rows) == ["recurrent", "auto", "pallas", "naive token scan"]
-  for name, row in rows.items():
+  for row in rows.values():
     figures = [row[key] for key in ("forward_ms", "both_ms", "ratio", "compile_seconds", "temp_mib")]
-    assert all(x is None for x in figures) if name == "pallas" else all(x >= 0 for x in figures)
+    assert all(x >= 0 for x in figures)
     assert {"python", "jax", "jaxlib", "device"} <= set(row["versions"])
     assert row["config"]["length"] == 16
   assert rows["naive token scan"]["ratio"] == 1
-  assert "pallas" in rows["pallas"]["why_not"]
   assert [line["position"] for line in lines if line["task"] == "speed_decode"] == [3, 9]
   assert [line["length"] for line in lines if line["task"] == "speed_scaling"] == [16, 32]
   assert "losses differ" not in text.getvalue()
   assert "shared machine" in text.getvalue()
+
+
+def test_a_form_that_an_op_does_not_have_says_so():
+  (row,) = measure(TINY, [Row("rwkv6", "pallas", TINY.length)], Console(file=io.StringIO()))
+  assert row.both is None
+  assert "bonus" in row.why_not
 
 
 @pytest.mark.parametrize(
