@@ -29,8 +29,8 @@ class Case(NamedTuple):
     return self.layer(**options, rngs=nnx.Rngs(0))
 
   def in_form(self, impl: str) -> "Case":
-    """The same layer with a named form of its op."""
-    return self if self.layer.func is L.ShortConv else self._replace(layer=functools.partial(self.layer, impl=impl))
+    """The same layer with a named form of what it calls."""
+    return self._replace(layer=functools.partial(self.layer, impl=impl))
 
 
 def _case(name: str, layer, *sizes, plain: bool = False, **options) -> Case:

@@ -187,7 +187,10 @@ def test_unknown_impl(op):
   assert all(f"'{impl}'" in message for impl in ("auto", "recurrent", "associative", "chunked", "pallas"))
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in ("linear_attention", "normalized_linear_attention", "mlstm")])
+KERNELS = ("linear_attention", "normalized_linear_attention", "mlstm", "delta_rule", "delta_product", "linear_recurrence")
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in KERNELS])
 def test_pallas_says_that_it_cannot(op):
   """A named impl never falls back; the message is a sentence with the way out."""
   with pytest.raises(NotImplementedError, match=r"pallas.*(chunked|auto).*\.$"):

@@ -3,10 +3,8 @@
 The interpreter puts NaN behind an array's end, so that a kernel that reads there without a mask fails every comparison.
 """
 
-import functools
 import itertools
 import json
-import re
 
 import cases
 import jax
@@ -15,6 +13,14 @@ import numpy as np
 import pytest
 from cases import CASES, Shape
 from jax.experimental import pallas as pl
+from pallas_cases import (
+  change_by_vmap_and_checkpoint,
+  kept,
+  launches,
+  misses,
+  misses_of_float16,
+  refuses_second_derivatives,
+)
 
 import lajax
 from lajax import pallas
@@ -23,34 +29,6 @@ from lajax.pallas.launch import launch
 
 GATES = ("none", "head", "channel")
 BASE = Shape()
-
-
-op = functools.partial(lajax.linear_attention, impl="pallas")
-
-
-def gradients(f, arrays, segment_ids, cts):
-  out, pull = jax.vjp(lambda arrays: f(**arrays, segment_ids=segment_ids), arrays)
-  return out, pull(jax.tree.map(lambda ct, x: ct.astype(x.dtype), cts, out))[0]
-
-
-compiled = jax.jit(functools.partial(gradients, op), compiler_options=cases.quick())
-
-
-def rounded(case, arrays, dtype):
-  cts = cases.cotangents(case, arrays)
-  cast = functools.partial(cases.rounded, dtype=dtype)
-  given = {name: cast(name, x) for name, x in arrays.items()}
-  return given, (cast("o", cts[0]), cast("initial_state", cts[1]))
-
-
-def misses(case_id, shape, dtype, packed, rows):
-  case = CASES[case_id]
-  arrays = cases.inputs(case_id, shape, rows)
-  ids = cases.packed_ids(shape.T)[: len(rows)] if packed else None
-  given, cts = rounded(case, arrays, dtype)
-  out, found = jax.device_get(compiled(given, ids, cts))
-  want = cases.reference(case, arrays, ids, values=dtype)
-  return cases.misses(case, cases.Result(*out, found), want, dtype, rows)
 
 
 # --- interpreted -----------------------------------------------------------------------------------------------------
@@ -93,35 +71,12 @@ def test_sizes(gate, shape):
 
 @pytest.mark.slow
 def test_float16():
-  """To the budget of bfloat16, which has fewer digits; also with a state that float16 cannot hold."""
-  case = CASES["linear_attention-head"]
-  wide = lambda name: name in ("g", "initial_state")
-  half = lambda x: x.astype(np.float16).astype(np.float64)
-  arrays = {name: x if wide(name) else half(x) for name, x in cases.inputs(case.id, BASE).items()}
-  given, cts = rounded(case, arrays, "float32")
-  given = {name: x if wide(name) else x.astype(np.float16) for name, x in given.items()}
-  out, found = jax.device_get(compiled(given, None, cts))
-  want = cases.reference(case, arrays)
-  assert out[0].dtype == found["q"].dtype == np.float16
-  assert not cases.misses(case, cases.Result(*out, found), want, "bfloat16")
-  large = {"initial_state": 1e6 * arrays["initial_state"], "g": np.zeros_like(arrays["g"])}
-  (_, state), _ = compiled(given | {name: x.astype(np.float32) for name, x in large.items()}, None, cts)
-  want = cases.reference(case, arrays | large)
-  assert cases.relative_rms(state, want.state) < cases.BUDGET["bfloat16"]["value"]
+  assert not misses_of_float16("linear_attention-head", BASE)
 
 
 @pytest.mark.slow
 def test_vmap_and_checkpoint():
-  """Mapped over an axis in front, with the forward pass computed again in the backward pass: the same numbers."""
-  case = CASES["linear_attention-head"]
-  ids = cases.packed_ids(BASE.T)
-  given, cts = rounded(case, cases.inputs(case.id, BASE), "float32")
-  whole = compiled(given, ids, cts)
-  part = lambda x: x.reshape(2, -1, *x.shape[1:])
-  mapped = jax.jit(jax.vmap(functools.partial(gradients, jax.checkpoint(op))), compiler_options=cases.quick())
-  got = mapped(*jax.tree.map(part, (given, ids, cts)))
-  for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
-    assert cases.relative_rms(x.reshape(want.shape), want) < 1e-6
+  assert change_by_vmap_and_checkpoint("linear_attention-head", BASE) < 1e-6
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -160,18 +115,12 @@ def test_nan_stands_behind_an_array():
 # --- what is launched, and what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gate", ["head", "channel"])
-def test_number_of_launches(gate):
+@pytest.mark.parametrize(("gate", "chunk"), [("head", 32), ("channel", 16)])
+def test_number_of_launches(gate, chunk):
   """Two forward, three backward; what is kept between them is the inputs and the states at the chunks' starts."""
-  case = CASES[f"linear_attention-{gate}"]
-  given, cts = rounded(case, cases.inputs(case.id, BASE), "float32")
-  launches = lambda f, *args: len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(*args)))) // 2  # of two platforms
-  forward = functools.partial(op, **given)
-  assert launches(forward) == 2
-  assert launches(functools.partial(gradients, op), given, None, cts) == 5
-  kept = jax.tree.leaves(jax.eval_shape(lambda: jax.vjp(lambda x: op(**x), given)[1]))
-  chunks = 7 if gate == "channel" else 4  # of 16 and 32 tokens in float32
-  assert sum(x.size for x in kept) <= sum(x.size for x in given.values()) + chunks * given["initial_state"].size
+  assert launches(f"linear_attention-{gate}", BASE) == (2, 5)
+  found, most = kept(f"linear_attention-{gate}", BASE, chunk)
+  assert found <= most
 
 
 def test_supports():
@@ -188,10 +137,7 @@ def test_supports():
 
 
 def test_second_derivatives_are_refused_with_a_sentence():
-  x = jnp.ones((1, 4, 1, 5))
-  first = jax.grad(lambda x: op(x, x, x, initial_state=None)[0].sum())
-  with pytest.raises(NotImplementedError, match=r"first derivatives only.*impl='recurrent'"):
-    jax.grad(lambda x: first(x).sum())(x)
+  refuses_second_derivatives(lambda x: lajax.linear_attention(x, x, x, impl="pallas")[0])
 
 
 # --- compiled --------------------------------------------------------------------------------------------------------

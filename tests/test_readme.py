@@ -84,16 +84,13 @@ def test_the_table_of_systems_is_whole():
 PIECES = ("GatedRMSNorm", "LayerState", "Mixer", "ShortConv")
 
 
-KERNELS = ("linear_attention", "normalized_linear_attention", "mlstm")
-LINEAR = ("recurrent", "associative", "chunked")
+KERNELS = ("linear_attention", "normalized_linear_attention", "mlstm", "delta_rule", "delta_product", "linear_recurrence", "attention")
+REFUSED = ("RWKV6", "GatedDeltaNet2", "ForgettingAttention")  # for `bonus`, `erase` and `write`, `log_forget`
 
 
 def test_the_table_of_systems_names_the_forms_that_ops_have():
   forms = {case.op: case.impls for case in cases.CASES.values()}
   for row in systems():
-    op = row["op `lajax.…`"].strip("`")
-    if op in KERNELS and row["layer `L.…`"] != "`RWKV6`":  # whose bonus the kernels do not have
-      forms[op] = (*LINEAR, "pallas")
-    ticked = {form for form in ("recurrent", "associative", "chunked", "pallas") if row[form] == "✓"}
-    assert ticked == set(forms.get(op, ())), row
-    forms[op] = LINEAR if op in KERNELS else forms.get(op, ())
+    op, layer = (row[name].strip("`") for name in ("op `lajax.…`", "layer `L.…`"))
+    want = set(forms.get(op, ())) | ({"pallas"} if op in KERNELS and layer not in REFUSED else set())
+    assert {form for form in ("recurrent", "associative", "chunked", "pallas") if row[form] == "✓"} == want, row

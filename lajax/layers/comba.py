@@ -65,7 +65,7 @@ class Comba(Mixer):
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
     self.d = nnx.Param(jnp.ones(H, self.gate_dtype))
     self.D = nnx.Param(jnp.ones(H, self.gate_dtype)) if correct_outputs else None
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
 
   def mix(self, p, memory, documents):
     q, k, v = widen(l2_normalize(p["q"])), widen(l2_normalize(p["k"])), p["v"]

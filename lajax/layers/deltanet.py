@@ -61,7 +61,7 @@ class DeltaNet(Mixer):
       d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
 
   def mix(self, p, memory, documents):

@@ -77,7 +77,7 @@ class ForgettingAttention(CachedMixer):
       d_model, projections, inner=H * K, memory=(HK, K), conv_size=conv_size, conv_activation=None,
       impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
-    norm = lambda: GatedRMSNorm(K, eps=norm_eps, param_dtype=self.gate_dtype) if qk_norm else None
+    norm = lambda: GatedRMSNorm(K, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if qk_norm else None
     self.q_norm, self.k_norm = norm(), norm()
     self.f_bias = nnx.Param(jnp.zeros(H, self.gate_dtype))
     self.num_heads, self.max_length = H, max_length
@@ -119,7 +119,7 @@ class ForgettingAttention(CachedMixer):
       position, segment = jnp.pad(position, ahead), jnp.pad(segment, ahead, constant_values=-1)
     o = attend(
       q, k, v, log_forget=gates, scale=scale, q_positions=position, k_positions=seen.position, q_segments=segment,
-      k_segments=seen.segment, impl="chunked" if self.impl == "auto" else self.impl,
+      k_segments=seen.segment, impl="chunked" if self.impl in ("auto", "pallas") else self.impl,
     )  # fmt: skip
     return o[:, -T:]
 

@@ -65,7 +65,7 @@ class GatedDeltaNet(Mixer):
     )  # fmt: skip
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (HV,), 0.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (HV,), self.gate_dtype))
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
 
   def mix(self, p, memory, documents):

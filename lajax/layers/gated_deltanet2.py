@@ -68,7 +68,7 @@ class GatedDeltaNet2(Mixer):
     self.decay_proj = nnx.Linear(R, H * K, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H, K), self.gate_dtype))
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
 
   def mix(self, p, memory, documents):
     q, k = l2_normalize(p["q"]), l2_normalize(p["k"])

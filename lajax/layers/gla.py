@@ -66,7 +66,7 @@ class GLA(Mixer):
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
     self.decay_proj = nnx.Linear(gate_rank, H * K, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.gate_normalizer = gate_normalizer
 
   def mix(self, p, memory, documents):

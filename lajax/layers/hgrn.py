@@ -117,7 +117,7 @@ class HGRN(Mixer):
       impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
     self.lower_bound = lower_bound_of(lower_bound, (W,))
-    self.norm = GatedRMSNorm(W, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(W, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
 
   def mix(self, p, memory, documents):
     bound = self.lower_bound

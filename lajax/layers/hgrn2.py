@@ -64,7 +64,7 @@ class HGRN2(Mixer):
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
     self.lower_bound = lower_bound_of(lower_bound, (H, K))
-    self.norm = GatedRMSNorm(H * V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(H * V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
 
   def mix(self, p, memory, documents):
     bound = self.lower_bound

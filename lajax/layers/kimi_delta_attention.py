@@ -77,7 +77,7 @@ class KimiDeltaAttention(Mixer):
     self.gate_proj = nnx.Linear(R, HV * V, **linear) if use_gate else None
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (HV,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (HV, K), self.gate_dtype))
-    self.norm = GatedRMSNorm(V, "sigmoid", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(V, "sigmoid", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
     self.lower_bound = lower_bound
 

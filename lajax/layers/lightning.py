@@ -66,7 +66,7 @@ class Lightning(Mixer):
       d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size, conv_activation=None,
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
-    self.norm = GatedRMSNorm(H * V, "sigmoid", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(H * V, "sigmoid", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.depth = 1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5
 
   def mix(self, p, memory, documents):

@@ -66,7 +66,7 @@ class Mamba2(Mixer):
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
     self.D = nnx.Param(jnp.ones(H, self.gate_dtype))
-    self.norm = GatedRMSNorm(H // G * V, eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(H // G * V, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.num_groups = G
 
   def mix(self, p, memory, documents):

@@ -49,7 +49,7 @@ class Mixer(nnx.Module):
     conv_on: the projections that pass through it.
     conv_bias, conv_activation: its options.
     use_bias: biases on the projections in and out.
-    impl, chunk_size: passed on to the op.
+    impl, chunk_size: passed on to the op, and impl to the convolution.
     dtype: the dtype of the projections; None for that of the inputs and parameters together. Gates, norms and the
       recurrence's state are float32 at least.
     param_dtype: the dtype of the parameters; those of gates and norms are float32 at least.
@@ -83,7 +83,8 @@ class Mixer(nnx.Module):
     channels, others = _columns(self.convolved), _columns(self.direct)
     self.in_proj = nnx.Linear(d_model, channels + others, **linear)
     self.out_proj = nnx.Linear(inner, d_model, **linear)
-    options = {"use_bias": conv_bias, "activation": conv_activation, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    options = {"use_bias": conv_bias, "activation": conv_activation, "impl": impl}
+    options |= {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.conv = ShortConv(channels, conv_size, **options) if conv_size else None
     self.d_model, self.memory_shape = d_model, tuple(memory)
     self.impl, self.chunk_size = impl, chunk_size

@@ -77,7 +77,7 @@ class MLA(CachedMixer):
       d_model, {"q": (H, K + P), "c": (1, R), "r": (1, P)}, inner=H * V,
       impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
-    self.norm = GatedRMSNorm(R, eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(R, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.up_proj = nnx.Linear(R, H * (K + V), use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     self.num_heads, self.head_dim, self.kv_rank, self.rope_dim = H, K, R, P
     self.max_length, self.rope_theta, self.scale = max_length, rope_theta, (K + P) ** -0.5
@@ -113,6 +113,6 @@ class MLA(CachedMixer):
     q = jnp.concatenate([jnp.einsum("bthk,rhk->bthr", content, k_up), shared], axis=-1)
     o = attend(
       q, jnp.concatenate([c, r], axis=-1), c, scale=self.scale, q_positions=documents.position, k_positions=seen.position,
-      q_segments=seen.q_segment, k_segments=seen.segment, impl="chunked" if self.impl == "auto" else self.impl,
+      q_segments=seen.q_segment, k_segments=seen.segment, impl="chunked" if self.impl in ("auto", "pallas") else self.impl,
     )  # fmt: skip
     return jnp.einsum("bthr,rhv->bthv", o, v_up)

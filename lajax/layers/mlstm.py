@@ -65,7 +65,7 @@ class MLSTM(Mixer):
     self.input_bias = nnx.Param(jnp.full(H, -10.0, self.gate_dtype))
     first = jnp.zeros(H, self.gate_dtype) if forget_gate == "exp" else jnp.linspace(3.0, 6.0, H, dtype=self.gate_dtype)
     self.forget_bias = nnx.Param(first)
-    self.norm = GatedRMSNorm(V, "sigmoid", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(V, "sigmoid", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.forget_gate = forget_gate
 
   def init_memory(self, batch):

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from lajax import pallas
 from lajax._numerics import accumulation_dtype
+from lajax._shapes import IMPLS, check_option
 
 
 def wide_dtype(dtype) -> jnp.dtype:
@@ -68,20 +70,26 @@ class GatedRMSNorm(nnx.Module):
     width: the size of the last axis.
     activation: "swish" or "sigmoid", of the gate.
     eps: inside the root.
+    impl: "pallas" for one kernel, where it takes the arrays, as "auto" does on NVIDIA GPUs; all others are plain JAX.
     param_dtype: the dtype of the weight.
 
   Paper: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467, equation 4; gated as in
   Y. Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 8.
   """
 
-  def __init__(self, width: int, activation: str = "swish", *, eps: float = 1e-5, param_dtype=jnp.float32):
+  def __init__(
+    self, width: int, activation: str = "swish", *, eps: float = 1e-5, impl: str = "auto", param_dtype=jnp.float32
+  ):
+    check_option("impl", impl, IMPLS)
     if activation not in GATES:
       raise ValueError(f"`activation` must be one of {', '.join(map(repr, GATES))}; got {activation!r}.")
     self.weight = nnx.Param(jnp.ones(width, param_dtype))
-    self.activation, self.eps = activation, eps
+    self.activation, self.eps, self.impl = activation, eps, impl
 
   def __call__(self, x: Float[Array, "... D"], gate: Float[Array, "... D"] | None = None) -> Float[Array, "... D"]:
     """Normalises x; without a gate this is RMSNorm."""
+    if pallas.wanted(self.impl) and x.size and pallas.supports_gated_rms_norm(x, self.weight[...], gate) is None:
+      return pallas.run_gated_rms_norm(x, self.weight[...], gate, activation=self.activation, eps=self.eps)
     wide = widen(x)
     y = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.eps) * over_tokens(self.weight[...], x.shape)
     if gate is not None:

@@ -59,7 +59,7 @@ class RetNet(Mixer):
       d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, param_dtype=self.gate_dtype)
+    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.rope_theta = rope_theta
 
   def mix(self, p, memory, documents):

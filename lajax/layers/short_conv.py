@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lajax._shapes import check, check_positive
+from lajax import pallas
+from lajax._shapes import IMPLS, check, check_option, check_positive
 from lajax.layers.parameters import over_tokens, widen
 from lajax.layers.state import Documents, LayerState, check_state, follow
 
@@ -25,6 +26,7 @@ class ShortConv(nnx.Module):
     width: W >= 1, the current token included.
     use_bias: add a bias a channel.
     activation: "silu", or None for none.
+    impl: "pallas" for one kernel, where it takes the arrays, as "auto" does on NVIDIA GPUs; all others are shifted products.
     dtype: the dtype of the computation; None for that of the inputs and parameters together.
     param_dtype: the dtype of the parameters.
     rngs: the random streams of the parameters.
@@ -36,6 +38,8 @@ class ShortConv(nnx.Module):
   section 3.1 (the shift matrix, here with learned weights).
   """
 
+  impl: str = "auto"
+
   def __init__(
     self,
     channels: int,
@@ -43,18 +47,20 @@ class ShortConv(nnx.Module):
     *,
     use_bias: bool = False,
     activation: str | None = "silu",
+    impl: str = "auto",
     dtype=None,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     check_positive("channels", channels)
     check_positive("width", width)
+    check_option("impl", impl, IMPLS)
     if activation not in ("silu", None):
       raise ValueError(f"`activation` must be 'silu' or None; got {activation!r}. Apply another one to the outputs.")
     bound = width**-0.5
     self.weight = nnx.Param(jax.random.uniform(rngs.params(), (channels, width), param_dtype, -bound, bound))
     self.bias = nnx.Param(jnp.zeros(channels, param_dtype)) if use_bias else None
-    self.channels, self.width, self.activation = channels, width, activation
+    self.channels, self.width, self.activation, self.impl = channels, width, activation, impl
     self.dtype, self.param_dtype = dtype, param_dtype
 
   def __call__(
@@ -79,6 +85,10 @@ class ShortConv(nnx.Module):
     past = self.init_cache(x.shape[0]) if cache is None else documents.only_continued(cache)
     check({"D": self.channels, "B": x.shape[0], "W-1": self.width - 1}, **{"state.conv": (past, "B W-1 D")})
     dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
+    if pallas.wanted(self.impl) and pallas.supports_short_conv(x, self.weight[...], past) is None:
+      bias, silu = None if self.bias is None else self.bias[...], self.activation == "silu"
+      y, rest = pallas.run_short_conv(x.astype(dtype), self.weight[...], bias, past.astype(dtype), documents.ids, silu=silu)
+      return documents.only_real(y), rest.astype(past.dtype)
     reach = self.width - 1
     if documents.ids is None:
       seen = jnp.concatenate([past.astype(dtype), x.astype(dtype)], axis=1)

@@ -80,7 +80,7 @@ class SoftmaxAttention(CachedMixer):
       d_model, projections, inner=H * K, memory=(HK, K), conv_size=conv_size, conv_activation=None,
       impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
-    norm = lambda: GatedRMSNorm(K, eps=norm_eps, param_dtype=self.gate_dtype) if qk_norm else None
+    norm = lambda: GatedRMSNorm(K, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if qk_norm else None
     self.q_norm, self.k_norm = norm(), norm()
     self.sink = nnx.Param(jnp.zeros(H, self.gate_dtype)) if sink else None
     self.window, self.max_length, self.rope_theta = window, max_length, rope_theta
@@ -111,6 +111,6 @@ class SoftmaxAttention(CachedMixer):
     keys, values = seen.arrays
     o = attend(
       q, keys.astype(q.dtype), values.astype(v.dtype), q_positions=documents.position, k_positions=seen.position,
-      q_segments=seen.q_segment, k_segments=seen.segment, impl="chunked" if self.impl == "auto" else self.impl, **options,
+      q_segments=seen.q_segment, k_segments=seen.segment, impl="chunked" if self.impl in ("auto", "pallas") else self.impl, **options,
     )  # fmt: skip
     return seen.only_kept(o), seen.cache

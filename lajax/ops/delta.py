@@ -1,11 +1,13 @@
 """States that are corrected: the delta rule and its products, Oja's rule, diagonal plus low rank."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lajax import _shapes
+from lajax import _shapes, pallas
 from lajax._numerics import accumulation_dtype, product_precision
-from lajax.ops.run import Matrix, cast, first_state, run, scale_of
+from lajax.ops.run import Matrix, by_kernels, cast, first_state, run, scale_of, use_kernels
 from lajax.recurrence import delta_rule as _delta
 from lajax.recurrence import dplr as _dplr
 from lajax.recurrence import drive
@@ -44,7 +46,7 @@ def delta_rule(
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
     chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
       one decay a channel.
-    impl: the form, see above.
+    impl: the form, see above; `"pallas"` is without `erase` and `write`, for K up to 256 in bfloat16, else 128.
 
   Returns:
     o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
@@ -64,6 +66,12 @@ def delta_rule(
   )  # fmt: skip
   _shapes.check_strengths(beta, erase, write)
   _shapes.check_not_nan(segment_ids, g=g, beta=beta, erase=erase, write=write)
+  supports = functools.partial(
+    pallas.supports_delta_rule, q, k, v, beta, g, initial_state, erase=erase, write=write, chunk_size=chunk_size
+  )
+  if use_kernels(impl, supports, sizes):
+    tokens = (q, k, v, beta, g)
+    return by_kernels(pallas.run_delta_rule, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, beta, g, erase, write, initial_state), product_precision(q, k, v)
   groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   if segment_ids is not None:  # before products of two inputs, so that NaN in padding stays out of gradients too
@@ -235,8 +243,8 @@ def dplr(
     ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
     NotImplementedError: the named form does not exist for this.
 
-  Papers: Peng et al., "RWKV-7 Goose", 2025, arXiv:2503.14456, equation 16 (a = -kappa, b = kappa iclr); Hu et al., "Comba",
-  2025, arXiv:2506.02475, equation 7 (a = p, b = -beta k).
+  Papers: Peng et al., "RWKV-7 Goose", 2025, arXiv:2503.14456, its state evolution (a = -kappa, b = kappa iclr); Hu et al., "Comba",
+  2025, arXiv:2506.02475 (a = p, b = -beta k).
   """
   sizes = _shapes.check(
     q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), a=(a, "B T H K"), b=(b, "B T H K"),

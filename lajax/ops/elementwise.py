@@ -1,14 +1,17 @@
 """Elementwise states."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from lajax import _shapes
+from lajax import _shapes, pallas
 from lajax._numerics import accumulation_dtype
-from lajax.ops.run import run
+from lajax.ops.run import refuse, run, use_kernels
+from lajax.recurrence import drive
 from lajax.recurrence import linear_recurrence as _elementwise
 
 
@@ -30,7 +33,8 @@ def linear_recurrence(
     initial_state: [B ..], h before the first token; None for zeros.
     segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it writes and decays nothing, and its output is 0.
-    impl: the form, see above; "auto" is the token scan on a CPU, where it is the fastest, and chunked elsewhere.
+    impl: the form, see above; "auto" is the token scan on a CPU, where it is the fastest, kernels on NVIDIA GPUs, and
+      chunked elsewhere.
 
   Returns:
     h [B T ..] in x.dtype, and h after the last real token, [B ..] in float32 (float64 if an input is).
@@ -48,6 +52,10 @@ def linear_recurrence(
     segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
   _shapes.check_not_nan(segment_ids, log_a=log_a)
+  supports = functools.partial(pallas.supports_linear_recurrence, x, log_a, initial_state)
+  if use_kernels(impl, supports, sizes):
+    refuse(supports())
+    return _by_kernels(x, log_a, initial_state, segment_ids)
   dtype = accumulation_dtype(x, log_a, initial_state)
   flat = lambda a: a.astype(dtype).reshape(*x.shape[:2], 1, math.prod(x.shape[2:]))
   h0 = jnp.zeros((x.shape[0], *x.shape[2:]), dtype) if initial_state is None else initial_state.astype(dtype)
@@ -55,3 +63,21 @@ def linear_recurrence(
   one_head = {**sizes, "H": 1, "HV": 1}
   h, state = run(_elementwise.rule, tokens, h0.reshape(x.shape[0], 1, math.prod(x.shape[2:]), 1), segment_ids, one_head, impl, None, None)
   return h.reshape(x.shape).astype(x.dtype), state.reshape(h0.shape)
+
+
+def _by_kernels(x, log_a, initial_state, segment_ids):
+  shape = (x.shape[0], *x.shape[2:])
+  state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
+  return (x, state) if x.size == 0 else _compute_by_kernels(x, log_a, state, segment_ids)
+
+
+@jax.jit
+def _compute_by_kernels(x, log_a, state, segment_ids):
+  flat = lambda a: a.reshape(*a.shape[:2], -1)
+  shape, runs, real = x.shape, None, None
+  x, log_a = flat(x), flat(log_a)
+  if segment_ids is not None:
+    runs, real = drive.segments(segment_ids)
+    x, log_a = drive.blank_padding((x, log_a), real)
+  h, last = pallas.run_linear_recurrence(x, log_a, state.reshape(shape[0], -1), runs, real)
+  return h.reshape(shape), last.reshape(state.shape)

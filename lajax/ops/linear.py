@@ -2,14 +2,13 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from lajax import _shapes, pallas
 from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision
-from lajax.ops.run import Matrix, cast, first_state, run, scale_of
+from lajax.ops.run import Matrix, by_kernels, cast, first_state, run, scale_of, use_kernels
 from lajax.recurrence import drive
 from lajax.recurrence import linear_attention as _linear
 from lajax.recurrence import mlstm as _mlstm
@@ -60,15 +59,19 @@ def linear_attention(
   Papers: no decay: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20; one a head: Sun et
   al., "Retentive Network", 2023, arXiv:2307.08621, equation 6, and Dao and Gu, "Transformers are SSMs" (Mamba-2), 2024,
   arXiv:2405.21060, equation 16; one a channel: Yang et al., "Gated Linear Attention Transformers", 2023, arXiv:2312.06635,
-  equation 3; bonus: Peng et al., "Eagle and Finch" (RWKV-6), 2024, arXiv:2404.05892, equation 19.
+  equation 3; bonus: Peng et al., "Eagle and Finch" (RWKV-6), 2024, arXiv:2404.05892, Finch.
   """
   sizes = _shapes.check(
     q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"), bonus=(bonus, "H K"),
     initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
   _shapes.check_not_nan(segment_ids, g=g)
-  if impl == "pallas":
-    return _by_kernels(q, k, v, g, sizes, scale, bonus, initial_state, segment_ids, chunk_size)
+  supports = functools.partial(
+    pallas.supports_linear_attention, q, k, v, g, initial_state, bonus=bonus, chunk_size=chunk_size
+  )
+  if use_kernels(impl, supports, sizes):
+    run_kernels, tokens = pallas.run_linear_attention, (q, k, v, g)
+    return by_kernels(run_kernels, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, g, bonus, initial_state), product_precision(q, k, v)
   if bonus is not None and segment_ids is not None:  # before a product of two inputs: NaN in padding stays out of gradients
     q, k, v = drive.blank_padding((q, k, v), segment_ids >= 0)
@@ -80,27 +83,6 @@ def linear_attention(
     own = (tokens.q * tokens.k * bonus.astype(dtype)).sum(-1)
     o = o + jnp.repeat(own, sizes["HV"] // sizes["H"], axis=2)[..., None] * tokens.v
   return o.astype(v.dtype), state
-
-
-def _by_kernels(q, k, v, g, sizes, scale, bonus, initial_state, segment_ids, chunk_size):
-  _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
-  _shapes.check_positive("chunk_size", chunk_size)
-  reason = pallas.supports_linear_attention(q, k, v, g, initial_state, bonus=bonus, chunk_size=chunk_size)
-  if reason is not None:
-    raise NotImplementedError(f"impl='pallas' cannot do this: {reason} Use impl='chunked' or impl='auto'.")
-  state = first_state(initial_state, sizes, jnp.float32)
-  if 0 in v.shape or 0 in state.shape:
-    return jnp.zeros(v.shape, v.dtype), state
-  return _compute_by_kernels(q, k, v, cast(g, jnp.float32), state, segment_ids, float(scale_of(scale, sizes)))
-
-
-@functools.partial(jax.jit, static_argnames="scale")
-def _compute_by_kernels(q, k, v, g, state, segment_ids, scale):
-  runs = real = None
-  if segment_ids is not None:
-    runs, real = drive.segments(segment_ids)
-    q, k, v, g = drive.blank_padding((q, k, v, g), real)
-  return pallas.run_linear_attention(q, k, v, g, state, runs, real, scale=scale)
 
 
 def normalized_linear_attention(

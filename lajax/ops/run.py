@@ -1,13 +1,14 @@
 """What every operation does once its arguments are checked: choose the form, and run it."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from lajax import _shapes
+from lajax import _shapes, pallas
 from lajax._numerics import alike
 from lajax.recurrence import drive, linear_recurrence
 
@@ -60,3 +61,41 @@ def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision):
     form = {"recurrent": drive.recurrent, "associative": drive.associative}[impl]
     o, state = form(rule, tokens, state, runs)
   return o if real is None else jnp.where(real[..., None, None], o, jnp.zeros((), o.dtype)), state
+
+
+def use_kernels(impl: str, supports: Callable[[], str | None], sizes) -> bool:
+  """Whether kernels compute: where they are named; for "auto" on a GPU, of more than one token, if they take the arguments."""
+  return impl == "pallas" or (sizes["T"] > 1 and pallas.wanted(impl) and supports() is None)
+
+
+def by_kernels(
+  kernels: Callable, supports: Callable[[], str | None], tokens, initial_state, segment_ids, sizes, scale, chunk_size
+):
+  """`impl="pallas"` of a matrix state: kernels(*tokens, state, runs, real, scale=..), tokens being q, k, v and gates.
+
+  `supports` says in a sentence what the kernels do not take; it is asked once the arguments are known to be right.
+  """
+  _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
+  _shapes.check_positive("chunk_size", chunk_size)
+  refuse(supports())
+  q, k, v, *gates = tokens
+  state = first_state(initial_state, sizes, jnp.float32)
+  if 0 in v.shape or 0 in state.shape:
+    return jnp.zeros(v.shape, v.dtype), state
+  tokens = (q, k, v, *(cast(x, jnp.float32) for x in gates))
+  return _compute_by_kernels(kernels, tokens, state, segment_ids, float(scale_of(scale, sizes)))
+
+
+@functools.partial(jax.jit, static_argnames=("kernels", "scale"))
+def _compute_by_kernels(kernels, tokens, state, segment_ids, scale):
+  runs = real = None
+  if segment_ids is not None:
+    runs, real = drive.segments(segment_ids)
+    tokens = drive.blank_padding(tokens, real)
+  return kernels(*tokens, state, runs, real, scale=scale)
+
+
+def refuse(reason: str | None) -> None:
+  """Raises with the sentence of what kernels do not take, if there is one."""
+  if reason is not None:
+    raise NotImplementedError(f"impl='pallas' cannot do this: {reason} Use impl='chunked' or impl='auto'.")

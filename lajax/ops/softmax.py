@@ -8,8 +8,9 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from lajax import _shapes
+from lajax import _shapes, pallas
 from lajax._numerics import product_precision
+from lajax.ops.run import refuse, use_kernels
 from lajax.recurrence import attention as _softmax
 from lajax.recurrence import drive
 
@@ -47,8 +48,9 @@ def attention(
     segment_ids: [B T], the document of each token: documents do not read each other. A token of id < 0 is padding: nobody
       reads it, its output is 0, and distances in a window do not count it.
     impl: the form, see above. "recurrent": one query after the other. "associative": softmax over blocks of keys, merged as
-      a tree. "chunked": the same, one block after the other. "auto": `jax.nn.dot_product_attention` for short sequences
-      where it has the options, else chunked.
+      a tree. "chunked": the same, one block after the other. "pallas": the same by kernels for GPUs. "auto": on
+      NVIDIA GPUs cuDNN's where it has the options, else the kernels; elsewhere `jax.nn.dot_product_attention` for short
+      sequences where it has the options, else chunked.
 
   Returns:
     o [B T H V] in v.dtype.
@@ -69,16 +71,28 @@ def attention(
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   _shapes.check_positive("window", window)
   _shapes.check_not_nan(segment_ids, log_forget=log_forget)
-  if impl == "pallas":
-    raise NotImplementedError("impl='pallas' has no kernel for attention yet; use impl='chunked' or impl='auto'.")
   if log_forget is not None and not causal:
     raise ValueError("`log_forget` needs causal=True: a gate stands between a token and those before it; got causal=False.")
+  supports = functools.partial(pallas.supports_attention, q, k, v, sink, log_forget)
+  kernels = use_kernels(impl, supports, sizes)
+  if kernels:
+    refuse(supports())
   if 0 in q.shape or 0 in v.shape:
     return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
   if isinstance(scale, Tracer):
     raise ValueError("`scale` must be a number known when the function is traced; got a traced array. Multiply `q` by it.")
-  scale = None if scale is None else float(scale)
+  scale = sizes["K"] ** -0.5 if scale is None else float(scale)
+  if kernels and impl == "auto" and window is None and sink is None and segment_ids is None and _cudnn_takes(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
+  if kernels:
+    return _by_kernels(q, k, v, sink, segment_ids, causal, window, scale)
   return _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, impl)
+
+
+def _cudnn_takes(q, k, v) -> bool:
+  """Whether XLA's own fused attention on NVIDIA GPUs does: half precision, one width of at most 128, a multiple of 8."""
+  half = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
+  return half and q.shape[-1] == v.shape[-1] <= 128 and q.shape[-1] % 8 == 0
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "impl"))
@@ -103,3 +117,12 @@ def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, im
     q, k, v, q_positions=position, k_positions=position, q_segments=runs, k_segments=runs, causal=causal, window=window,
     sink=sink, log_forget=log_forget, scale=scale, impl="chunked" if impl == "auto" else impl,
   )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "window", "scale"))
+def _by_kernels(q, k, v, sink, segment_ids, causal, window, scale):
+  runs = real = None
+  if segment_ids is not None:
+    runs, real = drive.segments(segment_ids)
+    q, k, v = drive.blank_padding((q, k, v), real)
+  return pallas.run_attention(q, k, v, sink, runs, real, causal=causal, window=window, scale=scale)

@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from lajax.pallas.programs import KERNELS, Case, Shape, programs
 
 LOG = "stderr.log"
+REDUCTION = "input_reduce_fusion"  # XLA's own, which goes through Triton too
 
 
 class GPU(NamedTuple):
@@ -211,8 +212,8 @@ def _read(folder: pathlib.Path, log: str, toolkit: pathlib.Path, kernels: Sequen
   number = lambda pattern, text: int(m[1]) if (m := re.search(pattern, text)) else 0
   modules = sorted(folder.glob("*.ir-no-opt.ll"), key=lambda path: number(r"\.(\d+)\.ir-no-opt", path.name))
   defined = [re.findall(r"define .*?@(\w+)\(", path.read_text()) for path in modules]
-  compiled = [name for names in defined for name in names if _kernel(name, kernels)]
-  shared = dict(zip(compiled, map(int, re.findall(r"Shared memory usage: (\d+) B", log)), strict=True))
+  by_triton = [name for names in defined for name in names if _kernel(name, kernels) or name.startswith(REDUCTION)]
+  shared = dict(zip(by_triton, map(int, re.findall(r"Shared memory usage: (\d+) B", log)), strict=True))
   for path in sorted(folder.glob("*.ptx")):
     text = path.read_text()
     target = re.search(r"\.target (\w+)", text)

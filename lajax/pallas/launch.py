@@ -6,6 +6,7 @@ compiled here for a GPU that is elsewhere.
 """
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,6 +20,18 @@ DEPRECATION = "The Pallas Triton backend is deprecated"  # said at each lowering
 warnings.filterwarnings("ignore", message=DEPRECATION)
 
 load, store = plgpu_triton.load, plgpu_triton.store
+
+
+def wanted(impl: str) -> bool:
+  """Whether kernels are asked for: by name, or by "auto" where JAX computes on NVIDIA GPUs since Ampere."""
+  return impl == "pallas" or (impl == "auto" and _on_supported_gpu())
+
+
+def _on_supported_gpu() -> bool:
+  if jax.default_backend() != "gpu" or jax.config.jax_default_device is not None:  # pyright: ignore[reportAttributeAccessIssue]
+    return False
+  versions = [str(getattr(device, "compute_capability", "")) for device in jax.devices()]  # of other makers no such number
+  return all(re.fullmatch(r"\d+\.\d+", version) and float(version) >= 8 for version in versions)
 
 
 def launch(

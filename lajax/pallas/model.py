@@ -1,7 +1,7 @@
 """Bytes and operations of the kernels of a program, and the time that a GPU's data sheet gives them: a model, no measurement.
 
-Of a launch, each array is counted once, as if what neighbouring programs share stayed in the cache (`moved`), and as often
-as a program asks for it (`asked`). Both are read off the traced program, not from formulas beside it.
+Of a launch, each array is counted once, as if what programs share stayed in the cache. Bytes and operations are read off the
+traced program, not from formulas beside it.
 """
 
 import math
@@ -21,7 +21,6 @@ class Launch(NamedTuple):
   kernel: str
   programs: int
   moved: int  # bytes, each array once
-  asked: int  # bytes, each program's blocks
   operations: int
 
 
@@ -46,14 +45,9 @@ def _calls(program: Jaxpr) -> Iterator:
 
 
 def _launch(eqn) -> Launch:
-  kernel, arrays = eqn.params["jaxpr"], [*eqn.invars, *eqn.outvars]
   programs = math.prod(eqn.params["grid_mapping"].grid)
-  blocks = [
-    min(ref.aval.size, array.aval.size) * array.aval.dtype.itemsize
-    for ref, array in zip(kernel.invars, arrays, strict=True)
-  ]
-  moved = sum(array.aval.size * array.aval.dtype.itemsize for array in arrays)
-  return Launch(_name(eqn), programs, moved, programs * sum(blocks), programs * operations(kernel))
+  moved = array_bytes([x.aval for x in (*eqn.invars, *eqn.outvars)])
+  return Launch(_name(eqn), programs, moved, programs * operations(eqn.params["jaxpr"]))
 
 
 def _name(eqn) -> str:

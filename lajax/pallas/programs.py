@@ -1,19 +1,35 @@
 """The programs that the reports compile and model: of each family a training step, and one token of decoding."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lajax.pallas import delta_rule, linear_attention
+from lajax.pallas.attention import attention
+from lajax.pallas.delta_rule import decode as decode_delta_rule
+from lajax.pallas.delta_rule import delta_rule
+from lajax.pallas.linear_attention import decode as decode_linear_attention
+from lajax.pallas.linear_attention import linear_attention
+from lajax.pallas.linear_recurrence import linear_recurrence
+from lajax.pallas.norm import gated_rms_norm
+from lajax.pallas.short_conv import short_conv
 
 GATES = ("none", "head", "channel")
 WIDTHS, DTYPES = (64, 128, 256), ("bfloat16", "float32")
 KERNELS = {  # of each family, in the order of their launches
   "linear_attention": ("carry_states", "read_outputs", "carry_cotangents", "read_dv", "pairs_dq_dk_dg", "decode"),
-}
+  "delta_rule": (
+    "delta_solve", "delta_states", "read_outputs", "delta_again", "delta_errors", "delta_cotangents", "delta_pairs", "delta_decode",
+  ),
+  "attention": ("attention_forward", "attention_queries", "attention_keys"),
+  "linear_recurrence": ("recurrence_summaries", "recurrence_combine", "recurrence_replay", "recurrence_reverse"),
+  "short_conv": ("conv_forward", "conv_backward"),
+  "gated_rms_norm": ("norm_forward", "norm_backward"),
+}  # fmt: skip
+WITHOUT_PRODUCTS = ("decode", "delta_decode", *(name for family in list(KERNELS)[3:] for name in KERNELS[family]))
 f32 = jnp.float32
 
 
@@ -43,35 +59,46 @@ class Program(NamedTuple):
   donated: tuple[int, ...] = ()
 
 
+def cases() -> Iterator[Case]:
+  """All that the report compiles."""
+  for family in KERNELS:
+    gates = GATES if family in ("linear_attention", "delta_rule") else ("none",)
+    yield from (Case(family, *axes) for axes in itertools.product(gates, WIDTHS, DTYPES))
+
+
 def programs(
   family: str, gate: str, shape: Shape, dtype: str, array: Callable = jax.ShapeDtypeStruct
 ) -> dict[str, Program]:
-  """`forward`, `train` (forward and all gradients) and `decode` of a family; `array(shape, dtype)` makes an argument."""
+  """`forward`, `train` (forward and all gradients) and, where there is one, `decode` of a family.
+
+  `array(shape, dtype)` makes an argument.
+  """
   B, T, H, D = shape
+  q, token, state = array((B, T, H, D), dtype), array((B, H, D), dtype), array((B, H, D, D), f32)
   gates = {"none": None, "head": (H,), "channel": (H, D)}[gate]
-  q, token = array((B, T, H, D), dtype), array((B, H, D), dtype)
-  state = array((B, H, D, D), f32)
   g, g_token = (None, None) if gates is None else (array((B, T, *gates), f32), array((B, *gates), f32))
-  beta, beta_token = ([array((B, T, H), dtype)], [array((B, H), dtype)]) if family == "delta_rule" else ([], [])
-  module: Any = {"linear_attention": linear_attention, "delta_rule": delta_rule}[family]
-  call = {"linear_attention": linear_attention.linear_attention, "delta_rule": delta_rule.delta_rule}[family]
-  args = (q, q, q, *beta, g, state)
-  return {
+  beta, beta_token = array((B, T, H), f32), array((B, H), f32)
+  x, channels = array((B, T, H * D), dtype), array((H * D,), f32)
+  call, args = {
+    "linear_attention": (linear_attention, (q, q, q, g, state)),
+    "delta_rule": (delta_rule, (q, q, q, beta, g, state)),
+    "attention": (functools.partial(attention, scale=D**-0.5), (q, q, q, None, None, None)),
+    "linear_recurrence": (linear_recurrence, (x, array(x.shape, f32), array((B, H * D), f32), None)),
+    "short_conv": (short_conv, (x, array((H * D, 4), f32), channels, array((B, 3, H * D), dtype), None)),
+    "gated_rms_norm": (gated_rms_norm, (array((B * T * H, D), dtype), array((D,), f32), array((B * T * H, D), dtype))),
+  }[family]
+  cotangents = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(call, *args))
+  found = {
     "forward": Program(call, args),
-    "train": Program(_train(call, len(args)), (*args, q, state)),
-    "decode": Program(module.decode, (state, token, token, token, *beta_token, g_token), (0,)),
+    "train": Program(functools.partial(_train, call, len(args)), (*args, cotangents)),
   }
+  if family == "linear_attention":
+    found["decode"] = Program(decode_linear_attention, (state, token, token, token, g_token), (0,))
+  elif family == "delta_rule":
+    found["decode"] = Program(decode_delta_rule, (state, token, token, token, beta_token, g_token), (0,))
+  return found
 
 
-def _train(call: Callable, count: int) -> Callable:
-  def train(*args):
-    out, pull = jax.vjp(call, *args[:count])
-    return out, pull(args[count:])
-
-  return train
-
-
-def cases() -> Iterator[Case]:
-  """All that the report compiles."""
-  axes = itertools.product(KERNELS, GATES, WIDTHS, DTYPES)
-  return (Case(*axis) for axis in axes)
+def _train(call: Callable, count: int, *args):
+  out, pull = jax.vjp(call, *args[:count])
+  return out, pull(args[count])

@@ -28,20 +28,35 @@ class Products(NamedTuple):
   bfloat16 goes into the tensor cores as it is. float16 goes in as tf32, which has its digits and the range of
   float32: a state need not fit into float16. float32 means float32: three products of tf32 parts on a GPU, where the
   plain default would silently be one.
+
+  Where `fine`, an operand that is wider than `dtype` goes in as the sum of two of that dtype, and only the product of
+  the two small ones is left out.
   """
 
   dtype: jnp.dtype
   precision: lax.Precision | lax.DotAlgorithmPreset
+  fine: bool = False
 
   def __call__(self, a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    a, b = a.astype(self.dtype), b.astype(self.dtype)
-    return jnp.dot(a, b, precision=self.precision, preferred_element_type=jnp.float32)
+    return self._sum(self._parts(a), self._parts(b))
 
   def inner(self, a: Float[Array, "M K"], b: Float[Array, "N K"]) -> Float[Array, "M N"]:
-    return self(a, b.astype(self.dtype).T)
+    return self._sum(self._parts(a), [x.T for x in self._parts(b)])
 
   def outer(self, a: Float[Array, "K M"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    return self(a.astype(self.dtype).T, b)
+    return self._sum([x.T for x in self._parts(a)], self._parts(b))
+
+  def _sum(self, a: list[Array], b: list[Array]) -> Array:
+    dot = lambda x, y: jnp.dot(x, y, precision=self.precision, preferred_element_type=jnp.float32)
+    low = [dot(x, b[0]) for x in a[1:]] + [dot(a[0], x) for x in b[1:]]
+    return sum(low[1:], low[0]) + dot(a[0], b[0]) if low else dot(a[0], b[0])
+
+  def _parts(self, x: Array) -> list[Array]:
+    """The high part has the first bits of x and is exact, so that no compiler can take x less itself for 0."""
+    if not self.fine or x.dtype == self.dtype:
+      return [x.astype(self.dtype)]
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(1 << 16), jnp.float32)
+    return [high.astype(self.dtype), (x - high).astype(self.dtype)]
 
 
 def operand_dtype(*arrays) -> jnp.dtype:
@@ -57,6 +72,11 @@ def products(dtype: jnp.dtype, interpreted: bool) -> Products:
     preset = lax.Precision.HIGHEST if interpreted else lax.DotAlgorithmPreset.TF32_TF32_F32
     return Products(jnp.dtype(jnp.float32), preset)
   return full_products(interpreted)
+
+
+def fine_products(dtype: jnp.dtype, interpreted: bool) -> Products:
+  """For sums that cancel: 16 bits of each operand where inputs are bfloat16, else all of float32."""
+  return products(dtype, interpreted)._replace(fine=True) if dtype == jnp.bfloat16 else full_products(interpreted)
 
 
 def full_products(interpreted: bool) -> Products:
@@ -192,3 +212,65 @@ def pairs(runs: Runs | None, keep: Bool[Array, "C C"], x: Float[Array, "C C"]) -
 
 def _column(keep: Bool[Array, "C"], like: Array) -> Array:
   return keep if like.ndim == 1 else keep[:, None]
+
+
+# --- the triangular system of the delta rule -------------------------------------------------------------------------
+
+SOLVED = 16  # side of the blocks that are solved column by column
+
+
+def solve(M: Float[Array, "C C"], beta: Float[Array, "C"], product: Products) -> Float[Array, "C C"]:
+  """G = (I + M Diag(beta))^-1 M, for M that is zero on and above the diagonal, and C = 16, 32, 64 ..
+
+  With it both inverses are at hand, without a division: (I + M Diag(beta))^-1 = I - G Diag(beta), and
+  (I + Diag(beta) M)^-1 = I - Diag(beta) G. Blocks of 16 are solved by forward substitution, column by column; then of
+  two neighbours, with L of M below the one and beside the other, the corner is (I - G2 beta2) L (I - beta1 G1). (The
+  product of I + M^(2^i) is shorter, and cancels catastrophically where keys repeat.)
+  """
+  C = M.shape[0]
+  parts = (C // SOLVED, SOLVED, C // SOLVED, SOLVED)
+  blocks = jnp.sum(jnp.where(iota(parts, 0) == iota(parts, 2), M.reshape(parts), 0.0), axis=2)
+  weighted = blocks * beta.reshape(parts[0], 1, SOLVED)
+  row, column = iota(blocks.shape, 1), iota(blocks.shape, 2)
+
+  def eliminate(c, x):
+    factor = jnp.sum(jnp.where(column == c, weighted, 0.0), axis=2, keepdims=True)
+    return x - factor * jnp.sum(jnp.where(row == c, x, 0.0), axis=1, keepdims=True)
+
+  blocks = lax.fori_loop(0, SOLVED - 1, eliminate, blocks)
+  solved = [x.reshape(SOLVED, SOLVED) for x in _equal_parts(blocks, parts[0], 0)]
+  while len(solved) > 1:
+    corners = [_corner(x) for x in _diagonal(M, len(solved) // 2)]
+    betas = _equal_parts(beta, len(solved), 0)
+    solved = [
+      _merge(solved[n], corners[n // 2], solved[n + 1], betas[n], betas[n + 1], product)
+      for n in range(0, len(solved), 2)
+    ]
+  return solved[0]
+
+
+def _merge(G1, L, G2, beta1, beta2, product: Products) -> Array:
+  L = L - product(L * beta1[None, :], G1)
+  L = L - product(G2 * beta2[None, :], L)
+  return _join(_join(G1, jnp.zeros_like(L), 1), _join(L, G2, 1), 0)
+
+
+def _equal_parts(x: Array, count: int, axis: int) -> list[Array]:
+  return [x] if count == 1 else list(lax.split(x, (x.shape[axis] // count,) * count, axis))
+
+
+def _diagonal(x: Float[Array, "C C"], count: int) -> list[Array]:
+  """The blocks on the diagonal."""
+  return [_equal_parts(x, count, 1)[n] for n, x in enumerate(_equal_parts(x, count, 0))]
+
+
+def _corner(x: Float[Array, "C C"]) -> Float[Array, "C/2 C/2"]:
+  """The part below the diagonal's first half and beside its second."""
+  return _equal_parts(_equal_parts(x, 2, 0)[1], 2, 1)[0]
+
+
+def _join(x: Float[Array, "M N"], y: Float[Array, "M N"], axis: int) -> Array:
+  """One behind the other along an axis, of what the lowering has: a new last axis of two, transposed and flattened."""
+  M, N = x.shape
+  z = jnp.stack([x, y], axis=-1)
+  return z.transpose(2, 0, 1).reshape(2 * M, N) if axis == 0 else z.transpose(0, 2, 1).reshape(M, 2 * N)

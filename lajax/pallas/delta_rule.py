@@ -1,0 +1,159 @@
+"""Kernels of the delta family: S = Diag(exp g) S, then S = S + k (beta (v - S^T k))^T, and o = scale S^T q.
+
+In a chunk that begins with S, with M_ij the scores of k_i and k_j below the diagonal, decayed between the two tokens
+(the UT transform: Yang et al. 2024, arXiv:2406.06484, section 3.2):
+
+    Y = v - (head k) S ,   E = Y - M (beta E) = Y - G (beta Y) ,   G = (I + M Diag(beta))^-1 M ,   W = beta E
+
+W are the values that the tokens really write: what follows is the additive family's. Its cotangent dW gives
+dX = dW - G^T (beta dW), of W where it stands in the equation of E too, hence dv = beta dX and dbeta = dX . E.
+
+Forward are three launches: `solve` makes G of every chunk, all at once; `carry` goes through the chunks, one program
+for each tile of columns of a state, and keeps W and the state that each begins with; `read`, of the additive family,
+makes the outputs. Backward are four: `errors` makes G again, E of the kept states, and what the outputs give to dW;
+`carry_back` goes through the chunks in reverse, keeps dX and the cotangent of the state that each ends with, and gives
+dv; `scores_back` gives dbeta and the cotangents of the scores; `pairs` gives dq, dk and dg.
+
+Sums over the values written cancel where keys repeat, each value being the correction of the one before. So in
+bfloat16 too, W, dX and what they are multiplied with go into products with 16 bits. Letters are those of
+`lajax.pallas.plan`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from lajax.pallas import delta_rule_backward as backward
+from lajax.pallas import delta_rule_forward as forward
+from lajax.pallas import tiles
+from lajax.pallas.launch import launch, once
+from lajax.pallas.linear_attention import read
+from lajax.pallas.plan import Axes, Plan, documents, places, plan, plan_token, refusal, token_specs
+from lajax.pallas.tiles import both, give, take
+
+f32 = jnp.float32
+
+
+# --- the operation ---------------------------------------------------------------------------------------------------
+
+
+def delta_rule(
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T H K"],
+  v: Float[Array, "B T HV V"],
+  beta: Float[Array, "B T HV"],
+  g: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None,
+  state: Float[Array, "B HV K V"],
+  runs: Int[Array, "B T"] | None = None,
+  scale: float = 1.0,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+  """S = Diag(exp g) S, S = S + k (beta (v - S^T k))^T, o = scale S^T q; also of documents.
+
+  Args:
+    q, k, v, g, state, runs, scale: those of `lajax.pallas.linear_attention.linear_attention`; in padding beta is zero too.
+    beta: [B T HV], write strength.
+
+  Returns:
+    o [B T HV V] in v.dtype, and the state after the last token, [B HV K V] in float32.
+  """
+  if runs is None:
+    return _correct(float(scale), (q, k, v, beta, g, state), None)
+  C = plan(q, v, g, True, scale, tiles.operand_dtype(q, k, v)).C
+  return _correct(float(scale), (q, k, v, beta, g, state), documents(runs, C))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _correct(scale: float, inputs, packed):
+  return _forward(scale, inputs, packed)[0]
+
+
+def _forward(scale: float, inputs, packed):
+  q, k, v, beta, g, state = inputs
+  p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
+  runs, edges = packed or (None, None)
+  solved, reader, writer = forward.solve(p, k, beta, g, runs, edges)
+  kept, written, last = forward.carry(p, reader, writer, v, beta, g, runs, edges, solved, state)
+  o = read(p, q, k, written, g, runs, edges, kept, v, transposed=False)
+  return (o, last), (inputs, packed, kept)
+
+
+def _backward(scale: float, residuals, cotangents):
+  (q, k, v, beta, g, state), packed, kept = residuals
+  do, dlast = cotangents
+  p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
+  runs, edges = packed or (None, None)
+  solved, errors, dread, (reader, q_reader, writer) = backward.errors(p, q, k, v, do, beta, g, runs, edges, kept)
+  dkept, dx, dv, dstate = backward.carry_back(
+    p, reader, q_reader, writer, do, dread, beta, g, runs, edges, solved, dlast
+  )
+  dp, dm, dbeta = backward.scores_back(p, do, errors, dx, beta, g, runs, edges)
+  dq, dk, dg = backward.pairs(p, q, k, do, errors, dx, beta, g, runs, edges, dp, dm, kept, dkept)
+  dg = None if g is None or dg is None else dg.astype(g.dtype)
+  found = dq.astype(q.dtype), dk.astype(k.dtype), dv, dbeta.astype(beta.dtype), dg, dstate.astype(state.dtype)
+  return found, None
+
+
+_correct.defvjp(once(_forward), once(_backward))
+
+
+def supports(
+  q, k, v, beta=None, g=None, initial_state=None, *, erase=None, write=None, chunk_size: int | None = None
+) -> str | None:
+  """None where the kernels take this, else a sentence that says what they do not take. Reads shapes and dtypes only."""
+  if erase is not None or write is not None:
+    return "the kernels do not have `erase` and `write`."
+  p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
+  if p.K > forward.WIDE and p.dtype != jnp.bfloat16:
+    return f"the kernels take keys of up to K = {forward.WIDE} where q, k and v are not bfloat16, and K is {p.K}."
+  return refusal(
+    p, (q, k, v, beta, g, initial_state), chunk_size, forward.TILES | backward.TILES, forward.AXES | backward.AXES
+  )
+
+
+# --- decode: one token -----------------------------------------------------------------------------------------------
+
+
+def _decode_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """One read and one write of a tile of a state, K whole."""
+  q_ref, k_ref, v_ref, beta_ref, g_ref, state_ref = inputs
+  next_ref, o_ref = outputs
+  place = places(p, Axes(False, False, True))[0](pl.program_id(0))
+  keys, values = p.keys(0), p.values(place.j)
+  S = take(state_ref, both(keys, values))
+  q, k, v = take(q_ref, keys).astype(f32), take(k_ref, keys).astype(f32), take(v_ref, values).astype(f32)
+  if p.gate == "head":
+    S = jnp.exp(take(g_ref, None).astype(f32)) * S
+  elif p.gate == "channel":
+    S = jnp.exp(take(g_ref, keys).astype(f32))[:, None] * S
+  error = v - jnp.sum(k[:, None] * S, axis=0)
+  S = S + k[:, None] * (take(beta_ref, None).astype(f32) * error)[None, :]
+  give(next_ref, S, both(keys, values))
+  give(o_ref, p.scale * jnp.sum(q[:, None] * S, axis=0), values)
+
+
+def decode(
+  state: Float[Array, "B HV K V"],
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  beta: Float[Array, "B HV"],
+  g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None = None,
+  scale: float = 1.0,
+) -> tuple[Float[Array, "B HV K V"], Float[Array, "B HV V"]]:
+  """One token of `delta_rule`: the next state, float32, and o in v.dtype. Has no derivative.
+
+  The state is read once and written once, and in place where the caller donates it.
+  """
+  p = plan_token(q, v, g, scale)
+  blocks = token_specs(p)
+  state, o = launch(
+    functools.partial(_decode_kernel, p=p), (q, k, v, beta, g, state),
+    name="delta_decode", programs=places(p, Axes(False, False, True))[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in ("q", "q", "v", "head", p.gate, "state")],
+    out_specs=[blocks["state"], blocks["v"]],
+    out_shapes=[jax.ShapeDtypeStruct(state.shape, f32), jax.ShapeDtypeStruct(v.shape, v.dtype)], aliases={5: 0},
+  )  # fmt: skip
+  return state, o

@@ -1,0 +1,288 @@
+"""Kernels of the elementwise recurrence h_t = exp(log_a_t) h_{t-1} + x_t.
+
+A program goes through the tokens of a tile of channels, the next few rows already on their way. Where there are too few
+tiles for a GPU, time is cut into S segments too, in three launches: `summaries`, what each segment adds to a state of
+zeros and the product of its decays; `combine`, the states at the segments' starts; `replay`, the segments themselves.
+Backward is the same in reverse: u = exp(log_a_t) (dh_t + u) carries the cotangent of the state before each token. What is
+kept between forward and backward are the inputs and h.
+
+Letters: L tokens in a segment; s counts segments, j tiles of channels.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from lajax.pallas.launch import launch, load, once
+from lajax.pallas.tiles import give, inside, take
+
+f32 = jnp.float32
+MAX_CHANNELS, WARPS = 128, 1
+AHEAD = 4  # rows that are read ahead
+ENOUGH = 512  # programs, which keep a GPU busy; with fewer, time is cut into segments, of no fewer tokens than
+LEAST = 64
+
+
+class Plan(NamedTuple):
+  """The sizes of a call, and how they are cut."""
+
+  B: int
+  T: int
+  D: int
+  tile: int
+  S: int
+  L: int
+
+  @property
+  def ND(self) -> int:
+    return -(-self.D // self.tile)
+
+  @property
+  def ragged(self) -> bool:
+    return self.S * self.L != self.T
+
+  def channels(self, j) -> Array | None:
+    return inside(j * self.tile, self.tile, self.D, self.D % self.tile == 0)
+
+
+def _plan(x) -> Plan:
+  B, T, D = x.shape
+  tile = min(MAX_CHANNELS, max(32, 1 << (D - 1).bit_length()))
+  tiles = B * -(-D // tile)
+  S = 1 if tiles >= ENOUGH else max(1, min(2 * ENOUGH // tiles, T // LEAST))
+  L = -(-T // S)
+  return Plan(B, T, D, tile, -(-T // L), L)
+
+
+def _specs(p: Plan, segments: bool) -> dict[str, pl.BlockSpec]:
+  place = _place(p, segments)
+
+  def spec(shape, index):
+    return pl.BlockSpec(shape, lambda i: index(*place(i)))
+
+  return {
+    "x": spec((None, p.T, p.tile), lambda b, s, j: (b, 0, j)),
+    "begins": spec((None, p.T), lambda b, s, j: (b, 0)),
+    "state": spec((None, p.tile), lambda b, s, j: (b, j)),
+    "states": spec((None, None if segments else p.S, p.tile), lambda b, s, j: (b, s, j)),
+  }
+
+
+def _place(p: Plan, segments: bool):
+  """Program number -> row of the batch, segment, tile of channels."""
+  S = p.S if segments else 1
+  return lambda i: (i // p.ND // S, i // p.ND % S, i % p.ND)
+
+
+# --- over the tokens of a segment ------------------------------------------------------------------------------------
+
+
+def _over_tokens(p: Plan, y_ref, log_a_ref, begins_ref, s, channels, reverse: bool, body, carry):
+  """body(t, decay, y, carry) -> carry over the tokens of segment s; the decay is 0 where a document begins.
+
+  Of tokens behind the end y is 0 and the decay 1.
+  """
+
+  def row(n):
+    t = jnp.clip(s * p.L + (p.L - 1 - n if reverse else n), 0, p.T - 1)
+    begins = () if begins_ref is None else (load(begins_ref.at[t]),)
+    return take(y_ref.at[t, :], channels), take(log_a_ref.at[t, :], channels), *begins
+
+  def token(n, state):
+    carry, (y, log_a, *begins), *waiting = state
+    t = s * p.L + (p.L - 1 - n if reverse else n)
+    waiting.append(row(n + AHEAD))
+    y, a = y.astype(f32), jnp.exp(log_a.astype(f32))
+    if begins:
+      a = jnp.where(begins[0] != 0, 0.0, a)
+    if p.ragged:
+      y, a = jnp.where(t < p.T, y, 0.0), jnp.where(t < p.T, a, 1.0)
+    return body(t, a, y, carry), *waiting
+
+  return lax.fori_loop(0, p.L, token, (carry, *map(row, range(AHEAD))))[0]
+
+
+def _exists(p: Plan, t, channels):
+  if not p.ragged:
+    return channels
+  return jnp.broadcast_to(t < p.T, (p.tile,)) if channels is None else channels & (t < p.T)
+
+
+def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool):
+  """The map h -> A h + H of a segment; in reverse, of u."""
+  y_ref, log_a_ref, begins_ref = inputs
+  _, s, j = _place(p, True)(pl.program_id(0))
+  channels = p.channels(j)
+
+  def step(t, a, y, carry):
+    A, H = carry
+    return a * A, a * (y + H) if reverse else a * H + y
+
+  start = jnp.ones(p.tile, f32), jnp.zeros(p.tile, f32)
+  A, H = _over_tokens(p, y_ref, log_a_ref, begins_ref, s, channels, reverse, step, start)
+  give(outputs[0], A, channels)
+  give(outputs[1], H, channels)
+
+
+def _combine_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool):
+  """The states that segments begin with; in reverse, the cotangents of those that they end with."""
+  A_ref, H_ref, state_ref = inputs
+  _, _, j = _place(p, False)(pl.program_id(0))
+  channels = p.channels(j)
+
+  def segment(m, state):
+    s = p.S - 1 - m if reverse else m
+    give(outputs[0].at[s, :], state, channels)
+    return take(A_ref.at[s, :], channels) * state + take(H_ref.at[s, :], channels)
+
+  lax.fori_loop(0, p.S, segment, take(state_ref, channels).astype(f32))
+
+
+def _replay_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """h, and the state that the segment ends with."""
+  x_ref, log_a_ref, begins_ref, start_ref = inputs
+  h_ref, end_ref = outputs
+  _, s, j = _place(p, True)(pl.program_id(0))
+  channels = p.channels(j)
+
+  def step(t, a, x, h):
+    h = a * h + x
+    give(h_ref.at[jnp.minimum(t, p.T - 1), :], h, _exists(p, t, channels))
+    return h
+
+  start = take(start_ref, channels).astype(f32)
+  give(end_ref, _over_tokens(p, x_ref, log_a_ref, begins_ref, s, channels, False, step, start), channels)
+
+
+def _reverse_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """dx and dlog_a, and the cotangent of the state that the segment begins with."""
+  dh_ref, log_a_ref, begins_ref, end_ref, h_ref, state_ref = inputs
+  dx_ref, dlog_a_ref, start_ref = outputs
+  _, s, j = _place(p, True)(pl.program_id(0))
+  channels = p.channels(j)
+  first = take(state_ref, channels).astype(f32)
+
+  def step(t, a, dh, u):
+    dh = dh + u
+    u = a * dh
+    before = take(h_ref.at[jnp.clip(t - 1, 0, p.T - 1), :], channels).astype(f32)
+    at, exists = jnp.minimum(t, p.T - 1), _exists(p, t, channels)
+    give(dx_ref.at[at, :], dh, exists)
+    give(dlog_a_ref.at[at, :], u * jnp.where(t == 0, first, before), exists)
+    return u
+
+  end = take(end_ref, channels).astype(f32)
+  give(start_ref, _over_tokens(p, dh_ref, log_a_ref, begins_ref, s, channels, True, step, end), channels)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+def _starts(p: Plan, y, log_a, begins, state, reverse: bool) -> Float[Array, "B S D"]:
+  """What each segment begins with; in reverse, ends with."""
+  if p.S == 1:
+    return state[:, None]
+  specs, whole = _specs(p, True), _specs(p, False)
+  states = jax.ShapeDtypeStruct((p.B, p.S, p.D), f32)
+  A, H = launch(
+    functools.partial(_summaries_kernel, p=p, reverse=reverse), (y, log_a, begins),
+    name="recurrence_summaries", programs=p.B * p.S * p.ND, warps=WARPS, stages=1,
+    in_specs=[specs[name] for name in ("x", "x", "begins")],
+    out_specs=[specs["states"]] * 2, out_shapes=[states] * 2,
+  )  # fmt: skip
+  (starts,) = launch(
+    functools.partial(_combine_kernel, p=p, reverse=reverse), (A, H, state),
+    name="recurrence_combine", programs=p.B * p.ND, warps=WARPS, stages=1,
+    in_specs=[whole[name] for name in ("states", "states", "state")],
+    out_specs=[whole["states"]], out_shapes=[states],
+  )  # fmt: skip
+  return starts
+
+
+def _replay(p: Plan, x, log_a, begins, starts) -> tuple[Array, Array]:
+  specs = _specs(p, True)
+  h, ends = launch(
+    functools.partial(_replay_kernel, p=p), (x, log_a, begins, starts),
+    name="recurrence_replay", programs=p.B * p.S * p.ND, warps=WARPS, stages=1,
+    in_specs=[specs[name] for name in ("x", "x", "begins", "states")], out_specs=[specs["x"], specs["states"]],
+    out_shapes=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(starts.shape, f32)],
+  )  # fmt: skip
+  return h, ends[:, -1]
+
+
+def _replay_reverse(p: Plan, dh, log_a, begins, ends, h, state) -> tuple[Array, Array, Array]:
+  specs = _specs(p, True)
+  like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
+  dx, dlog_a, starts = launch(
+    functools.partial(_reverse_kernel, p=p), (dh, log_a, begins, ends, h, state),
+    name="recurrence_reverse", programs=p.B * p.S * p.ND, warps=WARPS, stages=1,
+    in_specs=[specs[name] for name in ("x", "x", "begins", "states", "x", "state")],
+    out_specs=[specs["x"], specs["x"], specs["states"]],
+    out_shapes=[like(h), like(log_a), jax.ShapeDtypeStruct(ends.shape, f32)],
+  )  # fmt: skip
+  return dx, dlog_a, starts[:, 0]
+
+
+# --- the operation ---------------------------------------------------------------------------------------------------
+
+
+def linear_recurrence(
+  x: Float[Array, "B T D"],
+  log_a: Float[Array, "B T D"],
+  state: Float[Array, "B D"],
+  runs: Int[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
+  """h_t = exp(log_a_t) h_{t-1} + x_t; also of documents.
+
+  Args:
+    x: [B T D].
+    log_a: [B T D], log decay, <= 0.
+    state: [B D], h before the first token, float32.
+    runs: [B T], which document of its row a token is in, counted from 0: h is zero where the number changes. Padding is
+      in the document before it, and x and log_a are zeros there.
+
+  Returns:
+    h [B T D] in x.dtype, computed in float32, and h after the last token, [B D] in float32.
+  """
+  begins = None
+  if runs is not None:
+    begins = (runs != jnp.pad(runs[:, :-1], ((0, 0), (1, 0)))).astype(jnp.int32)
+  return _recur(x, log_a, state, begins)
+
+
+def _recur_forward(static, x, log_a, state, begins):
+  p = _plan(x)
+  h, last = _replay(p, x, log_a, begins, _starts(p, x, log_a, begins, state, reverse=False))
+  return (h, last), (log_a, state, begins, h)
+
+
+def _recur_backward(static, residuals, cotangents):
+  log_a, state, begins, h = residuals
+  dh, dlast = cotangents
+  p = _plan(h)
+  ends = _starts(p, dh, log_a, begins, dlast, reverse=True)
+  dx, dlog_a, dstate = _replay_reverse(p, dh, log_a, begins, ends, h, state)
+  return dx, dlog_a, dstate.astype(state.dtype), None
+
+
+@jax.custom_vjp
+def _recur(x, log_a, state, begins):
+  return _recur_forward(None, x, log_a, state, begins)[0]
+
+
+_recur.defvjp(functools.partial(once(_recur_forward), None), functools.partial(once(_recur_backward), None))
+
+
+def supports(x, log_a, initial_state=None) -> str | None:
+  """None where the kernels take this, else a sentence that says what they do not take. Reads shapes and dtypes only."""
+  if any(a is not None and a.dtype == jnp.float64 for a in (x, log_a, initial_state)):
+    return "the kernels compute in float32, and an input is float64."
+  programs = -(-x.size // max(x.shape[1], 1)) // 32 + x.shape[0]
+  if programs >= 2**31 - 1:
+    return f"a GPU starts fewer than 2^31 programs, and x {[*x.shape]} would need more."
+  return None

@@ -1,0 +1,214 @@
+"""The sizes of a call of a matrix state's kernels, how each kernel cuts them, and where its programs find their blocks.
+
+Time is cut into N chunks of C tokens, K and V into NK and NV tiles of so many columns (`k_tile`, `v_tile`); n counts
+chunks, i tiles of K, j tiles of V.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from lajax.pallas.tiles import Runs, inside
+
+f32 = jnp.float32
+MAX_K = 256
+
+
+class Tiles(NamedTuple):
+  """How a kernel cuts its work: most columns of K and V in a tile, warps, and stages of the loads' pipeline."""
+
+  k: int
+  v: int
+  warps: int
+  stages: int
+
+
+class Axes(NamedTuple):
+  """Of a kernel's programs, beside batch and heads."""
+
+  chunks: bool
+  keys: bool
+  values: bool
+
+
+Table = Mapping[tuple[str, bool, bool], Tiles]  # by kernel, one decay a channel, operands wider than bfloat16
+CHUNK = {  # tokens, by whether there is one decay a channel, and whether the operands are wider than bfloat16
+  (False, False): 64, (True, False): 32,
+  (False, True): 32, (True, True): 16,
+}  # fmt: skip
+DECODE = Tiles(MAX_K, 32, 4, 1)
+
+
+class Plan(NamedTuple):
+  """The sizes of a call, and how one kernel cuts them."""
+
+  B: int
+  T: int
+  H: int
+  HV: int
+  K: int
+  V: int
+  gate: str  # none, head or channel
+  documents: bool
+  scale: float
+  dtype: jnp.dtype  # of the inputs of products
+  C: int
+  k_tile: int = 0
+  v_tile: int = 0
+  warps: int = 0
+  stages: int = 0
+
+  @property
+  def N(self) -> int:
+    return -(-self.T // self.C)
+
+  @property
+  def NK(self) -> int:
+    return -(-self.K // self.k_tile)
+
+  @property
+  def NV(self) -> int:
+    return -(-self.V // self.v_tile)
+
+  @property
+  def kept(self) -> jnp.dtype:
+    """The dtype of the kept states: what products take anyway."""
+    return self.dtype if self.dtype == jnp.bfloat16 else jnp.dtype(f32)
+
+  def cut(self, table: Table, kernel: str) -> "Plan":
+    return self.cut_by(table[kernel, self.gate == "channel", self.dtype != jnp.bfloat16])
+
+  def cut_by(self, t: Tiles) -> "Plan":
+    return self._replace(k_tile=_side(self.K, t.k), v_tile=_side(self.V, t.v), warps=t.warps, stages=t.stages)
+
+  def tokens(self, n) -> Array | None:
+    return inside(n * self.C, self.C, self.T, self.T % self.C == 0)
+
+  def keys(self, i) -> Array | None:
+    return inside(i * self.k_tile, self.k_tile, self.K, self.K % self.k_tile == 0)
+
+  def values(self, j) -> Array | None:
+    return inside(j * self.v_tile, self.v_tile, self.V, self.V % self.v_tile == 0)
+
+
+def _side(size: int, most: int) -> int:
+  """A power of two of at least 16, the least that a product takes."""
+  return max(16, min(most, 1 << (size - 1).bit_length()))
+
+
+def plan(q, v, g, documents: bool, scale: float, dtype) -> Plan:
+  (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+  gate = "none" if g is None else "head" if g.ndim == 3 else "channel"
+  C = CHUNK[gate == "channel", dtype != jnp.bfloat16]
+  return Plan(B, T, H, HV, K, V, gate, documents, float(scale), dtype, C)
+
+
+def refusal(p: Plan, inputs, chunk_size: int | None, table: Table, axes: Mapping[str, Axes]) -> str | None:
+  """What no kernel of a matrix state takes, in a sentence."""
+  if any(x is not None and x.dtype == jnp.float64 for x in inputs):
+    return "the kernels compute in float32, and an input is float64."
+  if p.K > MAX_K:
+    return f"the kernels take keys of up to K = {MAX_K}, and K is {p.K}."
+  if chunk_size is not None and chunk_size != p.C:
+    return f"the kernels' chunks have {p.C} tokens here, and chunk_size is {chunk_size}."
+  programs = max(places(p.cut(table, kernel), along)[1] for kernel, along in axes.items())
+  if programs >= 2**31 - 1:
+    sizes = [p.B, p.T, p.HV, p.K, p.V]
+    return f"a GPU starts fewer than 2^31 programs, and [B T HV K V] = {sizes} would need {programs}."
+  return None
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+  """Which part of the arrays a program works on."""
+
+  b: Array
+  n: Array
+  h: Array  # of the value heads
+  i: Array
+  j: Array
+
+
+def places(p: Plan, along: Axes) -> tuple[Callable[[Array], Place], int]:
+  """Program number -> Place, over batch, chunks, heads and tiles where wanted; neighbours in number share inputs."""
+  sizes = (p.N if along.chunks else 1, p.HV, p.NK if along.keys else 1, p.NV if along.values else 1)
+
+  def place(program) -> Place:
+    parts = []
+    for size in reversed(sizes):
+      parts.append(program % size if size > 1 else 0)
+      program = program // size
+    return Place(program, *reversed(parts))
+
+  return place, p.B * math.prod(sizes)
+
+
+def specs(p: Plan, along: Axes) -> dict[str, Any]:
+  """BlockSpecs by kind of array. Without an axis among the programs' a block has all of it."""
+  chunks, keys, values = along
+  place, G = places(p, along)[0], p.HV // p.H
+  C, K, V = (p.C if chunks else p.N * p.C, p.k_tile * (1 if keys else p.NK), p.v_tile * (1 if values else p.NV))
+  n = lambda x: x.n if chunks else 0
+  i = lambda x: x.i if keys else 0
+  j = lambda x: x.j if values else 0
+  spec = lambda shape, index: pl.BlockSpec(shape, lambda program: index(place(program)))
+  every = None if chunks else p.N
+  return {
+    "q": spec((None, C, None, K), lambda x: (x.b, n(x), x.h // G, i(x))),
+    "dq": spec((None, C, None, K), lambda x: (x.b, n(x), x.h, i(x))),
+    "v": spec((None, C, None, V), lambda x: (x.b, n(x), x.h, j(x))),
+    "none": None,
+    "head": spec((None, C, None), lambda x: (x.b, n(x), x.h)),
+    "channel": spec((None, C, None, K), lambda x: (x.b, n(x), x.h, i(x))),
+    "dhead": spec((None, None, C, None), lambda x: (i(x), x.b, n(x), x.h)),
+    "runs": spec((None, C), lambda x: (x.b, n(x))),
+    "edges": spec((None, p.N + 1), lambda x: (x.b, 0)),
+    "state": spec((None, None, K, V), lambda x: (x.b, x.h, i(x), j(x))),
+    "kept": spec((None, None, every, K, V), lambda x: (x.b, x.h, n(x), i(x), j(x))),
+    "pairs": spec((None, None, every, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0)),
+  }
+
+
+def documents(runs: Int[Array, "B T"], C: int) -> tuple[Int[Array, "B NC"], Int[Array, "B N1"]]:
+  """The document of each token of whole chunks, and of the token before each chunk and of the last one's last."""
+  padded = jnp.pad(runs, [(0, 0), (0, -runs.shape[1] % C)], mode="edge")
+  return padded, jnp.pad(padded[:, C - 1 :: C], [(0, 0), (1, 0)])
+
+
+def runs_of(p: Plan, runs_ref, edges_ref, n, at) -> Runs | None:
+  return Runs(runs_ref[at], edges_ref[n], edges_ref[n + 1]) if p.documents else None
+
+
+def over(count: int, body, carry):
+  """The sum over so many tiles."""
+  return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
+
+
+# --- one token -------------------------------------------------------------------------------------------------------
+
+
+def plan_token(q, v, g, scale: float) -> Plan:
+  """Of [B H K], [B HV V] and a gate without axis T, K whole."""
+  (B, H, K), (HV, V) = q.shape, v.shape[1:]
+  gate = "none" if g is None else "head" if g.ndim == 2 else "channel"
+  return Plan(B, 1, H, HV, K, V, gate, False, float(scale), jnp.dtype(f32), 1).cut_by(DECODE)
+
+
+def token_specs(p: Plan) -> dict[str, Any]:
+  place, G = places(p, Axes(False, False, True))[0], p.HV // p.H
+  spec = lambda shape, index: pl.BlockSpec(shape, lambda program: index(place(program)))
+  return {
+    "q": spec((None, None, p.k_tile), lambda x: (x.b, x.h // G, 0)),
+    "v": spec((None, None, p.v_tile), lambda x: (x.b, x.h, x.j)),
+    "none": None,
+    "head": spec((None, None), lambda x: (x.b, x.h)),
+    "channel": spec((None, None, p.k_tile), lambda x: (x.b, x.h, 0)),
+    "state": spec((None, None, p.k_tile, p.v_tile), lambda x: (x.b, x.h, 0, x.j)),
+  }

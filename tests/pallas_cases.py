@@ -1,0 +1,105 @@
+"""What the tests of the kernels share: an op's kernels, interpreted, against `recurrent` in float64, by the cases' budget."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, Case, Shape
+
+import lajax
+
+
+def kernels(case: Case) -> Callable:
+  return functools.partial(getattr(lajax, case.op), impl="pallas")
+
+
+def gradients(f: Callable, arrays, segment_ids, cts):
+  out, pull = jax.vjp(lambda arrays: f(**arrays, segment_ids=segment_ids), arrays)
+  return out, pull(jax.tree.map(lambda ct, x: ct.astype(x.dtype), cts, out))[0]
+
+
+@functools.cache
+def compiled(case: Case) -> Callable:
+  return jax.jit(functools.partial(gradients, kernels(case)), compiler_options=cases.quick())
+
+
+def rounded(case: Case, arrays, dtype: str):
+  """Arrays and cotangents as kernels of that dtype are given them."""
+  cts = cases.cotangents(case, arrays)
+  cast = functools.partial(cases.rounded, dtype=dtype)
+  given = {name: cast(name, x) for name, x in arrays.items()}
+  return given, (cast("o", cts[0]), cast("initial_state", cts[1]))
+
+
+def misses(case_id: str, shape: Shape, dtype: str, packed: bool, rows: Sequence[str], **replaced):
+  """What misses the budget. `replaced` are arrays in the place of the case's."""
+  case = CASES[case_id]
+  arrays = cases.inputs(case_id, shape, rows) | replaced
+  ids = cases.packed_ids(shape.T)[: len(rows)] if packed else None
+  given, cts = rounded(case, arrays, dtype)
+  out, found = jax.device_get(compiled(case)(given, ids, cts))
+  want = cases.reference(case, arrays, ids, values=dtype)
+  return cases.misses(case, cases.Result(*out, found), want, dtype, rows)
+
+
+def misses_of_float16(case_id: str, shape: Shape):
+  """By the budget of bfloat16, which has fewer digits; also with a state that float16 cannot hold."""
+  case = CASES[case_id]
+  wide = lambda name: name in ("g", "initial_state")
+  half = lambda x: x.astype(np.float16).astype(np.float64)
+  arrays = {name: x if wide(name) else half(x) for name, x in cases.inputs(case_id, shape).items()}
+  given, cts = rounded(case, arrays, "float32")
+  given = {name: x if wide(name) else x.astype(np.float16) for name, x in given.items()}
+  out, found = jax.device_get(compiled(case)(given, None, cts))
+  want = cases.reference(case, arrays)
+  assert out[0].dtype == found["q"].dtype == np.float16
+  found = cases.misses(case, cases.Result(*out, found), want, "bfloat16")
+  large = {"initial_state": 1e6 * arrays["initial_state"], "g": np.zeros_like(arrays["g"])}
+  (_, state), _ = compiled(case)(given | {name: x.astype(np.float32) for name, x in large.items()}, None, cts)
+  want = cases.reference(case, arrays | large)
+  error = cases.relative_rms(state, want.state)
+  return found if error < cases.BUDGET["bfloat16"]["value"] else found | {"large state": error}
+
+
+def change_by_vmap_and_checkpoint(case_id: str, shape: Shape) -> float:
+  """Mapped over an axis in front, with the forward pass computed again in the backward pass: by how much it differs."""
+  case = CASES[case_id]
+  ids = cases.packed_ids(shape.T)
+  given, cts = rounded(case, cases.inputs(case_id, shape), "float32")
+  whole = compiled(case)(given, ids, cts)
+  part = lambda x: x.reshape(2, -1, *x.shape[1:])
+  again = jax.vmap(functools.partial(gradients, jax.checkpoint(kernels(case))))
+  got = jax.jit(again, compiler_options=cases.quick())(*jax.tree.map(part, (given, ids, cts)))
+  pairs = zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True)
+  return max(cases.relative_rms(x.reshape(want.shape), want) for x, want in pairs)
+
+
+def launches(case_id: str, shape: Shape) -> tuple[int, int]:
+  """Launches of the forward pass, and of forward and backward."""
+  case = CASES[case_id]
+  given, cts = rounded(case, cases.inputs(case_id, shape), "float32")
+  count = lambda f, *args: len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(*args)))) // 2  # of two platforms
+  both = functools.partial(gradients, kernels(case))
+  return count(functools.partial(kernels(case), **given)), count(both, given, None, cts)
+
+
+def kept(case_id: str, shape: Shape, chunk: int) -> tuple[int, int]:
+  """Numbers kept between forward and backward, and those of the inputs and the states at the chunks' starts."""
+  case = CASES[case_id]
+  given, _ = rounded(case, cases.inputs(case_id, shape), "float32")
+  residuals = jax.tree.leaves(jax.eval_shape(lambda: jax.vjp(lambda x: kernels(case)(**x), given)[1]))
+  states = -(-shape.T // chunk) * given["initial_state"].size
+  return sum(x.size for x in residuals), sum(x.size for x in given.values()) + states
+
+
+def refuses_second_derivatives(f: Callable) -> None:
+  """f(x) with x [1 4 1 5] for q, k and v."""
+  x = jnp.ones((1, 4, 1, 5))
+  first = jax.grad(lambda x: f(x).sum())
+  with pytest.raises(NotImplementedError, match=r"first derivatives only.*impl='recurrent'"):
+    jax.grad(lambda x: first(x).sum())(x)
