@@ -1,10 +1,7 @@
-"""The GPU kernels: interpreted on a CPU against `recurrent` in float64, and compiled for GPUs that are not here.
+"""The kernels of additive states: interpreted on a CPU against `recurrent` in float64.
 
 The interpreter puts NaN behind an array's end, so that a kernel that reads there without a mask fails every comparison.
 """
-
-import itertools
-import json
 
 import cases
 import jax
@@ -24,7 +21,6 @@ from pallas_cases import (
 
 import lajax
 from lajax import pallas
-from lajax.pallas import report
 from lajax.pallas.launch import launch
 
 GATES = ("none", "head", "channel")
@@ -138,40 +134,3 @@ def test_supports():
 
 def test_second_derivatives_are_refused_with_a_sentence():
   refuses_second_derivatives(lambda x: lajax.linear_attention(x, x, x, impl="pallas")[0])
-
-
-# --- compiled --------------------------------------------------------------------------------------------------------
-
-compiles = pytest.mark.skipif(
-  report.compiler() is None or not jax.__version__.startswith("0.10."),
-  reason="needs NVIDIA's compiler, of the extra `test`, and JAX 0.10, which shows what it compiles",
-)
-
-
-def check(rows):
-  """No spills, no stack, shared memory within the limit, tensor cores in all but decode; float32 by three tf32."""
-  for row in rows:
-    assert row.spills == row.stack == 0, row
-    assert 0 < row.registers <= 255, row
-    assert row.shared <= report.ARCHITECTURES[row.architecture].shared_per_block, row
-    products = row.mma + row.wgmma + row.tcgen05
-    if row.kernel != "decode":
-      assert products > row.tf32 if row.dtype == "bfloat16" else products == row.tf32 > 0, row
-      assert row.dtype == "bfloat16" or products % 3 == 0, row
-
-
-@compiles
-@pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "dtypes"), [("sm_80", report.DTYPES), ("sm_90a", ("bfloat16",))])
-def test_compiled_kernels(architecture, dtypes):
-  rows = report.facts([architecture], widths=[128], dtypes=dtypes)
-  assert {(row.kernel, row.gate, row.dtype) for row in rows} == set(itertools.product(report.KERNELS, GATES, dtypes))
-  check(rows)
-
-
-def test_the_report_in_docs_is_whole():
-  rows = [report.Facts(**row) for row in json.loads((report.DOCS / "kernels.json").read_text())]
-  axes = report.KERNELS, GATES, report.WIDTHS, report.DTYPES, report.ARCHITECTURES
-  assert {row[:5] for row in rows} == set(itertools.product(*axes))
-  check(rows)
-  assert (report.DOCS / "kernels.md").read_text() == report.markdown(rows)

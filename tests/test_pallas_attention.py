@@ -36,32 +36,31 @@ def test_packed_documents_with_window_and_sink():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [PLAIN, WINDOW], ids=lambda case: case.gate)
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-  ("dtype", "packed"), [("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)]
+  ("causal", "dtype", "packed"),
+  [(True, "float32", False), (False, "float32", True), (False, "bfloat16", False), (True, "bfloat16", True)],
 )
 def test_options_and_dtypes(case, causal, dtype, packed):
   assert not misses(case, BASE, dtype, packed, causal=causal)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-  "shape",
+  ("causal", "shape"),
   [
-    Shape(T=1, V=7),
-    Shape(T=17, H=2, HV=4, K=100, V=33),
-    Shape(T=130, H=2, HV=2, K=48, V=130),
-    Shape(T=96, H=1, HV=1, K=192, V=64),
+    (True, Shape(T=1, V=7)),
+    (False, Shape(T=17, H=2, HV=4, K=100, V=33)),
+    (True, Shape(T=130, H=2, HV=2, K=48, V=130)),
+    (False, Shape(T=96, H=1, HV=1, K=192, V=64)),
   ],
-  ids=lambda s: f"T{s.T}-H{s.HV}-HK{s.H}-K{s.K}-V{s.V}",
+  ids=lambda s: f"T{s.T}-H{s.HV}-HK{s.H}-K{s.K}-V{s.V}" if isinstance(s, Shape) else None,
 )
 def test_sizes(shape, causal):
   assert not misses(PLAIN, shape, "float32", False, causal=causal)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [1, 31, 32, 33, 200])
+@pytest.mark.parametrize("window", [1, 32, 33])
 def test_windows(window):
   shape = Shape(T=170)
   assert not misses(PLAIN, shape, "float32", False, window=window, causal=False)

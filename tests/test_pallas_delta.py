@@ -1,4 +1,4 @@
-"""The kernels of the delta rule: interpreted on a CPU against `recurrent` in float64. They are compiled in `test_pallas.py`."""
+"""The kernels of the delta rule: interpreted on a CPU against `recurrent` in float64."""
 
 import cases
 import jax
@@ -36,13 +36,10 @@ def test_packed_documents_of_every_kind_of_values(gate):
   ("gate", "dtype", "packed"),
   [
     ("none", "float32", True),
-    ("none", "bfloat16", False),
-    ("head", "float32", False),
     ("head", "bfloat16", True),
     ("head", "bfloat16", False),
     ("channel", "float32", False),
     ("channel", "bfloat16", True),
-    ("channel", "bfloat16", False),
   ],
 )
 def test_dtypes(gate, dtype, packed):
@@ -51,14 +48,13 @@ def test_dtypes(gate, dtype, packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize(
-  ("shape", "dtype"),
+  ("gate", "shape", "dtype"),
   [
-    (Shape(T=1, H=2, HV=2, K=48, V=7), "float32"),
-    (Shape(T=17, H=1, HV=4, K=100, V=33), "float32"),
-    (Shape(T=65, H=2, HV=4, K=192, V=72), "bfloat16"),
-    (Shape(T=130, H=1, HV=1, K=256, V=16), "bfloat16"),
+    ("head", Shape(T=1, H=2, HV=2, K=48, V=7), "float32"),
+    ("channel", Shape(T=17, H=1, HV=4, K=100, V=33), "float32"),
+    ("head", Shape(T=65, H=2, HV=4, K=192, V=72), "bfloat16"),
+    ("channel", Shape(T=33, H=1, HV=1, K=256, V=16), "bfloat16"),
   ],
   ids=lambda s: s if isinstance(s, str) else f"T{s.T}-H{s.H}-HV{s.HV}-K{s.K}-V{s.V}",
 )
@@ -91,8 +87,7 @@ def equal_keys(gate: str, beta: float, decay: float):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("decay", [0.0, -0.01])
-@pytest.mark.parametrize("beta", [1.0, 0.1])
+@pytest.mark.parametrize(("beta", "decay"), [(1.0, 0.0), (0.1, -0.01)])
 def test_equal_keys_in_bfloat16(gate, decay, beta):
   """Each value is the correction of the one before: sums of them cancel, and what was rounded does not."""
   assert not misses(f"delta_rule-{gate}", BASE, "bfloat16", False, ("plain", "plain"), **equal_keys(gate, beta, decay))

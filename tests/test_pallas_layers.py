@@ -81,11 +81,13 @@ def test_short_conv(documents):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
-  ("T", "width", "activation"),
-  [(1, 4, "silu"), (2, 4, "silu"), (17, 3, None), (70, 1, None), (70, 4, "silu"), (70, 8, "silu"), (300, 2, "silu")],
-)
+  ("T", "width", "activation", "documents"),
+  [
+    (1, 4, "silu", True), (2, 4, "silu", False), (17, 3, None, True), (70, 1, None, True), (70, 4, "silu", False),
+    (70, 8, "silu", True), (300, 2, "silu", False),
+  ],
+)  # fmt: skip
 def test_short_conv_sizes(T, width, activation, documents):
   ids = ids_of(T) if documents else None
   assert not misses(conv(width, activation=activation), *conv_arrays(T, width), ids)

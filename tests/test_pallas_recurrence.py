@@ -50,8 +50,14 @@ def test_packed_documents_in_segments_of_time(segments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case_id", ["linear_recurrence-vector", "linear_recurrence-matrix"])
-@pytest.mark.parametrize(("dtype", "packed"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+  ("case_id", "dtype", "packed"),
+  [
+    ("linear_recurrence-vector", "float32", False),
+    ("linear_recurrence-matrix", "bfloat16", False),
+    ("linear_recurrence-matrix", "bfloat16", True),
+  ],
+)
 def test_dtypes(case_id, dtype, packed, segments):
   case = CASES[case_id]
   assert not misses(case, BASE, dtype, packed, cases.batch(case))

@@ -29,20 +29,20 @@ f32 = jnp.float32
 TILES = {  # without spills on every architecture that lajax.pallas.report compiles for
   ("errors", False, False): Tiles(64, 32, 8, 1),
   ("errors", True, False): Tiles(16, 32, 8, 1),
-  ("errors", False, True): Tiles(32, 32, 4, 1),
+  ("errors", False, True): Tiles(32, 32, 8, 1),
   ("errors", True, True): Tiles(32, 32, 4, 1),
   ("carry_back", False, False): Tiles(64, 32, 4, 2),
   ("carry_back_wide", False, False): Tiles(64, 16, 4, 1),
   ("carry_back", True, False): Tiles(64, 32, 4, 2),
   ("carry_back_wide", True, False): Tiles(64, 16, 8, 2),
-  ("carry_back", False, True): Tiles(32, 16, 8, 1),
+  ("carry_back", False, True): Tiles(128, 16, 8, 1),
   ("carry_back", True, True): Tiles(32, 16, 8, 1),
   ("scores", False, False): Tiles(16, 16, 4, 1),
   ("scores", True, False): Tiles(16, 32, 4, 1),
   ("scores", False, True): Tiles(16, 32, 4, 1),
   ("scores", True, True): Tiles(16, 32, 4, 1),
   ("pairs", False, False): Tiles(16, 32, 8, 1),
-  ("pairs", True, False): Tiles(16, 32, 4, 1),
+  ("pairs", True, False): Tiles(16, 16, 8, 1),
   ("pairs", False, True): Tiles(16, 32, 8, 1),
   ("pairs", True, True): Tiles(32, 32, 4, 1),
 }
@@ -239,7 +239,6 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     dkept_ref,
   ) = inputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
-  full = tiles.full_products(interpreted)
   place = places(p, AXES["pairs"])[0](pl.program_id(0))
   tokens, keys = p.tokens(place.n), p.keys(place.i)
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
@@ -262,7 +261,6 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   q, k = take(q_ref, both(tokens, keys)), take(k_ref, both(tokens, keys))
   dP, dM = take(dp_ref, None), take(dm_ref, None)
   own = jnp.sum(jnp.where(row == column, dP, 0.0), axis=1)[:, None]
-  dP = jnp.where(row == column, 0.0, dP)
   if p.gate == "channel":
     g = take(g_ref, both(tokens, keys)).astype(f32)
     q, k, by_q, by_k, dk = q.astype(f32), k.astype(f32), tall, tall, tall
@@ -280,6 +278,7 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
       g = take(g_ref, tokens).astype(f32)
       head = tiles.head_per_head(g)[:, None]
       dq, dreader, writes = dq * head, dreader * head, writes * tiles.tail_per_head(g)[:, None]
+    dP = jnp.where(row == column, 0.0, dP)
     dq, dreader, dk = dq + fine(dP, k), dreader + fine(dM, k), fine.outer(dP, q) + fine.outer(dM, k)
 
   q, k = q.astype(f32), k.astype(f32)
@@ -287,7 +286,7 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     difference, after = q * dq + k * (dreader - dk), k * writes
     if p.gate == "channel":
       total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
-      dg = tiles.sums(row <= column, difference, full) + tiles.sums(row > column, after, full) + total[None, :]
+      dg = tiles.sums(row <= column, difference, fine) + tiles.sums(row > column, after, fine) + total[None, :]
       give(outputs[2], jnp.where(jnp.exp(g) > 0, dg, 0.0), both(tokens, keys))
     else:
       total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))

@@ -25,7 +25,7 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("carry_wide", False, False): Tiles(64, 16, 4, 2),
   ("carry", True, False): Tiles(64, 32, 4, 2),
   ("carry_wide", True, False): Tiles(64, 16, 4, 1),
-  ("carry", False, True): Tiles(32, 16, 4, 1),
+  ("carry", False, True): Tiles(32, 16, 8, 1),
   ("carry", True, True): Tiles(32, 16, 4, 1),
 }
 WIDE = 128  # the K beyond which a program holds fewer columns of the state, and none holds them in float32's products

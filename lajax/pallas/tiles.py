@@ -132,9 +132,9 @@ def tail_per_head(g: Float[Array, "C"]) -> Float[Array, "C"]:
   return jnp.exp(jnp.sum(jnp.where(iota(shape, 0) > iota(shape, 1), g[:, None], 0.0), axis=0))
 
 
-def sums(keep: Bool[Array, "C C"], x: Float[Array, "C K"], full: Products) -> Float[Array, "C K"]:
+def sums(keep: Bool[Array, "C C"], x: Float[Array, "C K"], product: Products) -> Float[Array, "C K"]:
   """For each row of `keep`, the sum of the rows of x that it keeps."""
-  return full(keep.astype(jnp.float32), x)
+  return product(keep.astype(product.dtype), x)
 
 
 def head_per_channel(g: Float[Array, "C K"]) -> Float[Array, "C K"]:
