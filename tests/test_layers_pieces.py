@@ -17,6 +17,7 @@ from lajax._numerics import l2_normalize
 from lajax.layers import parameters
 from lajax.layers.kv_cache import CachedMixer
 from lajax.layers.state import LayerState, follow
+from lajax.pallas import launch
 
 ORACLE = pathlib.Path(__file__).parent / "oracle" / "ops"
 SOME = ("SoftmaxAttention", "Mamba2", "GatedDeltaNet")
@@ -205,6 +206,20 @@ def test_to_linen(case):
   assert isinstance(module, flax.linen.Module)
   assert y.shape == again.shape == x.shape
   assert jnp.isfinite(y).all()
+
+
+@each_class
+@pytest.mark.parametrize("kernels", [False, True])
+def test_an_empty_batch(case, kernels, monkeypatch):
+  """Has an empty output and state, where kernels would compute too."""
+  monkeypatch.setattr(launch, "_on_supported_gpu", lambda: kernels)
+  graph, params = nnx.split(nnx.eval_shape(case.make))
+  x = jax.ShapeDtypeStruct((0, 5, D), jnp.float32)
+  y, state = jax.eval_shape(lambda p, x: nnx.merge(graph, p)(x), params, x)
+  assert y.shape == x.shape
+  if state is not None:
+    y, _ = jax.eval_shape(lambda p, x, state: nnx.merge(graph, p)(x, state), params, x, state)
+    assert y.shape == x.shape
 
 
 def test_every_layer_is_in_the_table():

@@ -34,7 +34,7 @@ def taylor2(x: Float[Array, "... K"]) -> Float[Array, "... 1+K+K*K"]:
   arXiv:2402.18668, section 4.1.
   """
   x = x * x.shape[-1] ** -0.25
-  squares = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
+  squares = jax.lax.collapse(x[..., :, None] * x[..., None, :], x.ndim - 1)
   return jnp.concatenate([jnp.ones_like(x[..., :1]), x, squares * 2**-0.5], axis=-1)
 
 

@@ -70,4 +70,4 @@ class HGRN2(Mixer):
     bound = self.lower_bound
     g, k = forget_gate(p["f"], bound[...] if isinstance(bound, LowerBound) else bound)
     o, memory = self.run(linear_attention, jax.nn.silu(p["q"]), k, p["i"], g, memory=memory, documents=documents)
-    return self.norm(o.reshape(*o.shape[:2], -1), p.get("gate")), memory
+    return self.norm(jax.lax.collapse(o, 2), p.get("gate")), memory

@@ -72,7 +72,7 @@ class Mamba2(Mixer):
   def mix(self, p, memory, documents):
     y, memory = self.ssd(p["u"], p["B"], p["C"], p["dt"], memory, documents)
     y = y * jax.nn.silu(widen(p["z"]))
-    y = self.norm(y.reshape(*y.shape[:2], self.num_groups, -1))
+    y = self.norm(y.reshape(*y.shape[:2], self.num_groups, self.norm.weight.shape[-1]))
     return y.astype(p["u"].dtype), memory
 
   def ssd(self, u, B, C, dt, memory, documents):

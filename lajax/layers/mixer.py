@@ -159,7 +159,7 @@ class Mixer(nnx.Module):
 
     p, conv = self.project(documents.only_real(x), None if state is None else state.conv, documents)
     o, memory = self.mix(p, memory, documents)
-    y = documents.only_real(self.out_proj(o.reshape(B, T, -1)))
+    y = documents.only_real(self.out_proj(jax.lax.collapse(o, 2)))
     memory = jax.tree.map(lambda s, like: s.astype(like.dtype), memory, jax.eval_shape(lambda: self.init_memory(B)))
     return y, LayerState(memory, conv, documents.segment, documents.length)
 

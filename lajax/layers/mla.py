@@ -100,7 +100,7 @@ class MLA(CachedMixer):
   def _expanded(self, q: Float[Array, "B T H K+P"], c: Float[Array, "B T 1 R"], r: Float[Array, "B T 1 P"], documents):
     """With the keys and values of every head: the fewest operations where queries and keys are the same tokens."""
     B, T, H, _ = q.shape
-    k, v = jnp.split(self.up_proj(c).reshape(B, T, H, -1), [self.head_dim], axis=-1)
+    k, v = jnp.split(self.up_proj(c).reshape(B, T, H, self.up_proj.out_features // H), [self.head_dim], axis=-1)
     k = jnp.concatenate([k, jnp.broadcast_to(r, (B, T, H, self.rope_dim)).astype(k.dtype)], axis=-1)
     return attention(q, k, v, scale=self.scale, segment_ids=documents.ids, impl=self.impl)
 

@@ -84,7 +84,7 @@ class RGLRU(nnx.Module):
   def recur(self, x: Float[Array, "B T D"], memory: Array | None, documents: Documents) -> tuple[Array, Array]:
     """h [B T D] behind a memory [B D], and the memory after the last real token; x must be zero at the padding."""
     dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
-    blocks = x.reshape(*x.shape[:2], self.num_blocks, -1)
+    blocks = x.reshape(*x.shape[:2], self.num_blocks, x.shape[-1] // self.num_blocks)
     gates = jnp.einsum("btnd,nde->btne", blocks.astype(dtype), self.gates[...].astype(dtype))
     r, i = jnp.split(jax.nn.sigmoid(widen(gates) + self.gates_bias[...]), 2, axis=-1)
     r, i = r.reshape(x.shape), i.reshape(x.shape)

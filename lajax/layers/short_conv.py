@@ -85,7 +85,7 @@ class ShortConv(nnx.Module):
     past = self.init_cache(x.shape[0]) if cache is None else documents.only_continued(cache)
     check({"D": self.channels, "B": x.shape[0], "W-1": self.width - 1}, **{"state.conv": (past, "B W-1 D")})
     dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
-    if pallas.wanted(self.impl) and pallas.supports_short_conv(x, self.weight[...], past) is None:
+    if pallas.wanted(self.impl) and x.size and pallas.supports_short_conv(x, self.weight[...], past) is None:
       bias, silu = None if self.bias is None else self.bias[...], self.activation == "silu"
       y, rest = pallas.run_short_conv(x.astype(dtype), self.weight[...], bias, past.astype(dtype), documents.ids, silu=silu)
       return documents.only_real(y), rest.astype(past.dtype)

@@ -5,6 +5,7 @@ from math import prod
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from lajax.layers.mixer import Mixer
@@ -93,6 +94,6 @@ class HeadNorm(nnx.Module):
     wide = widen(x)
     wide = wide - wide.mean(-1, keepdims=True)
     y = wide / jnp.sqrt((wide * wide).mean(-1, keepdims=True) + self.eps)
-    flat = y.reshape(*x.shape[:2], -1)
+    flat = lax.collapse(y, 2)
     flat = flat * over_tokens(self.weight[...].reshape(-1), flat.shape) + over_tokens(self.bias[...].reshape(-1), flat.shape)
     return flat.reshape(x.shape).astype(x.dtype)

@@ -4,8 +4,8 @@ Forms, in every operation: `impl="recurrent"` is the printed equation, token by 
 `jax.lax.associative_scan` over tokens, and keeps T states; `"chunked"` is matrix products inside chunks and a scan over the
 chunks; `"pallas"` is for GPU kernels. `"auto"` takes what suits the device and the shapes. A named form never falls back.
 
-Gradients: every form can be differentiated in all float arguments, `"recurrent"` and `"chunked"` also forwards; `"chunked"` has
-first derivatives only. Log decays may be anything in [-inf, 0]; a positive one is computed as asked for. Each new T compiles
+Gradients: every form can be differentiated in all float arguments, `"recurrent"` and `"chunked"` also forwards; `"chunked"` and
+`"pallas"` have first derivatives only, and `"pallas"`, which `"auto"` takes on NVIDIA GPUs, in reverse mode alone. Log decays may be anything in [-inf, 0]; a positive one is computed as asked for. Each new T compiles
 once; nothing is tuned at run time.
 """
 

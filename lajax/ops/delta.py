@@ -3,6 +3,7 @@
 import functools
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lajax import _shapes, pallas
@@ -139,7 +140,7 @@ def delta_product(
   R = sizes["R"]
   if R == 0:
     raise ValueError("`k` must be [B T R H K] with R of at least 1, the corrections of a token; got R = 0.")
-  steps = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
+  steps = lambda x: lax.collapse(x, 1, 3)
   alone = lambda x, r: steps(jnp.pad(x[:, :, None], [(0, 0), (0, 0), (r, R - 1 - r)] + [(0, 0)] * (x.ndim - 2)))
   o, state = delta_rule(
     alone(q, R - 1), steps(k), steps(v), steps(beta), None if g is None else alone(g, 0), scale=scale, initial_state=initial_state,

@@ -157,7 +157,7 @@ def _blocks(x, size: int, fill=0):
   T = x.shape[1]
   pad = [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2)
   x = jnp.pad(x, pad, constant_values=fill)
-  return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+  return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
 
 
 class _Gates(NamedTuple):
