@@ -279,7 +279,12 @@ def _jla() -> dict[str, Callable]:
 def _fla(platform: str) -> dict[str, Callable]:
   """Its Triton kernels on a GPU, else what it writes in plain torch."""
   if platform == "gpu":
-    kernels = {"simple_gla": "simple_gla", "gla": "gla", "delta_rule": "delta_rule", "gated_delta_rule": "gated_delta_rule"}
+    kernels = {
+      "simple_gla": "simple_gla",
+      "gla": "gla",
+      "delta_rule": "delta_rule",
+      "gated_delta_rule": "gated_delta_rule",
+    }
     kernels |= {"kda": "kda", "linear_attention": "simple_gla"}
     load = lambda family: getattr(importlib.import_module(f"fla.ops.{family}"), f"chunk_{family}")
     return {op: _with_state(load(family)) for op, family in kernels.items()}

@@ -90,7 +90,9 @@ class Decay(NamedTuple):
   total: Float[Array, "K"]
   before: Float[Array, "C K"]
   same: Bool[Array, "C C"] | None  # inside a segment; None without segments
-  halves: tuple  # one a channel: for h = 1, 2, 4 .. the products (from its half's start to i, after j to its half's end)
+  halves: (
+    tuple  # one a channel: for h = 1, 2, 4 .. the products (from its half's start to i, after j to its half's end)
+  )
 
   def scores(
     self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision, *, diagonal: bool, careful: bool = False
@@ -131,7 +133,9 @@ class Decay(NamedTuple):
     cut = lambda x: x.reshape(-1, inside, x.shape[-1])
     blocks_t, (q, k, dq, dk) = transposed(blocks), map(cut, (q, k, dq, dk))
     for n, (upto, after) in enumerate(self.halves[: inside.bit_length() - 1]):
-      pairs = (i[:, None] // 2**n == i[None, :] // 2**n + 1) & (i[:, None] // 2 ** (n + 1) == i[None, :] // 2 ** (n + 1))
+      pairs = (i[:, None] // 2**n == i[None, :] // 2**n + 1) & (
+        i[:, None] // 2 ** (n + 1) == i[None, :] // 2 ** (n + 1)
+      )
       upto, after = cut(upto), cut(after)
       dq += jnp.matmul(jnp.where(pairs, blocks, 0), k * after, precision=precision) * upto
       dk += jnp.matmul(jnp.where(pairs.T, blocks_t, 0), q * upto, precision=precision) * after
@@ -243,7 +247,9 @@ def _decay_per_channel(g: Float[Array, "C K"]) -> tuple[Array, Array, tuple]:
   return upto, after, tuple(halves)
 
 
-def gate_pullback(g, ahead: Float[Array, "C K"], behind: Float[Array, "C K"], after: Float[Array, "C K"], total: Float[Array, "K"]):
+def gate_pullback(
+  g, ahead: Float[Array, "C K"], behind: Float[Array, "C K"], after: Float[Array, "C K"], total: Float[Array, "K"]
+):
   """The cotangent of g, from (cotangent times value) of everything that decays: token l's gate is in every interval that
   begins before l and ends at or after it.
 

@@ -23,7 +23,9 @@ def _operations_of(eqn) -> int:
   if name == "scan":
     return eqn.params["length"] * sum(map(operations, programs_inside(eqn)))
   if name == "while":
-    raise NotImplementedError("a loop of unknown length has no count of operations; give the layer an `impl` without one.")
+    raise NotImplementedError(
+      "a loop of unknown length has no count of operations; give the layer an `impl` without one."
+    )
   if name == "cond":
     return max(map(operations, programs_inside(eqn)))
   inside = sum(map(operations, programs_inside(eqn)))

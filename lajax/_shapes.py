@@ -67,7 +67,9 @@ def _check_dtype(name: str, x, kind: str) -> None:
   base = jnp.floating if kind == "float" else jnp.integer
   if not jnp.issubdtype(x.dtype, base):
     remedy = f"Cast it, as in {name}.astype({'jnp.float32' if kind == 'float' else 'jnp.int32'})."
-    raise ValueError(f"`{name}` must have {'a floating' if kind == 'float' else 'an integer'} dtype; got {x.dtype}. {remedy}")
+    raise ValueError(
+      f"`{name}` must have {'a floating' if kind == 'float' else 'an integer'} dtype; got {x.dtype}. {remedy}"
+    )
 
 
 def check_multiple(small: str, large: str, sizes: Mapping[str, int], names: tuple[str, str]) -> int:
@@ -112,7 +114,9 @@ def check_parts(name: str, parts, letters: Sequence[str]) -> Sequence:
 def check_strengths(beta, erase, write) -> None:
   """ValueError unless there is `beta` alone, or both `erase` and `write`."""
   if (beta is None) == (erase is None) or (erase is None) != (write is None):
-    raise ValueError("give either `beta`, or (with beta=None) both `erase` and `write`; got another mixture of the three.")
+    raise ValueError(
+      "give either `beta`, or (with beta=None) both `erase` and `write`; got another mixture of the three."
+    )
 
 
 def check_option(name: str, value, allowed: Sequence) -> None:

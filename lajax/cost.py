@@ -85,7 +85,10 @@ def cost(layers: nnx.Module | Sequence[nnx.Module], length: int, *, batch: int =
     if id(layer) not in known:
       work = prefill_operations(layer, length) if prefill else 0.0
       known[id(layer)] = dataclasses.replace(
-        memory(layer, length, batch=batch), parameters=parameters(layer), decode=decode_operations(layer, length), prefill=work
+        memory(layer, length, batch=batch),
+        parameters=parameters(layer),
+        decode=decode_operations(layer, length),
+        prefill=work,
       )
   return sum((known[id(layer)] for layer in stack), Cost())
 

@@ -458,7 +458,9 @@ def _failures(case: Case, got: Result, want: Result, dtype: str, row: int | slic
   for name, x in got.named().items():
     kind = "value" if name[0] != "d" else "gate" if name[1:] in GATES else "gradient"
     floor = CANCELLATION if name in case.cancelling else 0.0
-    floor = 1.0 if (case.op, name) == ("mlstm", "dinitial_state.2") else floor  # a difference of sums of K V products: of about 15
+    floor = (
+      1.0 if (case.op, name) == ("mlstm", "dinitial_state.2") else floor
+    )  # a difference of sums of K V products: of about 15
     part = ... if name[1:] in case.shared else row
     error, budget = relative_rms(x[part], wanted[name][part], floor), scaled * BUDGET[dtype][kind]
     if not error <= budget:

@@ -81,7 +81,11 @@ def test_a_layer_multiplies_by_each_weight_once_a_token():
     state = costs.memory(layer, 1).state.numbers
     work = costs.decode_operations(layer, 1) - 2 * costs.parameters(layer)
     assert passes * state <= work <= 1.1 * passes * state
-    assert costs.decode_operations(layer, 1) < costs.prefill_operations(layer, 4096) < 1.2 * costs.decode_operations(layer, 1)
+    assert (
+      costs.decode_operations(layer, 1)
+      < costs.prefill_operations(layer, 4096)
+      < 1.2 * costs.decode_operations(layer, 1)
+    )
 
 
 def test_parameters():

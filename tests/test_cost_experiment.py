@@ -28,7 +28,11 @@ def test_run_says_whether_the_figures_came_out(tmp_path):
   assert all(line["versions"]["jax"] and line["config"]["layers"] == 28 for line in lines)
   said = text.getvalue()
   assert "NOT AS EXPECTED" not in said
-  for expected in ("3,096,576 numbers of state = 336 x 96 x 96, 6.19 MB", "704.6 MB = 672 MiB of cache", "176.2 MB of cache"):
+  for expected in (
+    "3,096,576 numbers of state = 336 x 96 x 96, 6.19 MB",
+    "704.6 MB = 672 MiB of cache",
+    "176.2 MB of cache",
+  ):
     assert expected in said
   assert said.count("as expected") == 3
   assert "1,720.3 GB" in said  # 28 layers of softmax attention at ten million tokens

@@ -187,7 +187,14 @@ def test_unknown_impl(op):
   assert all(f"'{impl}'" in message for impl in ("auto", "recurrent", "associative", "chunked", "pallas"))
 
 
-KERNELS = ("linear_attention", "normalized_linear_attention", "mlstm", "delta_rule", "delta_product", "linear_recurrence")
+KERNELS = (
+  "linear_attention",
+  "normalized_linear_attention",
+  "mlstm",
+  "delta_rule",
+  "delta_product",
+  "linear_recurrence",
+)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op not in KERNELS])

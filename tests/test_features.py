@@ -99,7 +99,9 @@ def test_performer_does_not_underflow():
     e = np.exp(scores - scores.max()).sum(axis=1)
     want[t] = e @ v[: t + 1] / e.sum()
   y, _ = called(graph, params, x)
-  assert relative_rms(y[0], want @ np.asarray(params["out_proj"]["kernel"])) < 1e-6  # the eps of the denominator is 1e-10
+  assert (
+    relative_rms(y[0], want @ np.asarray(params["out_proj"]["kernel"])) < 1e-6
+  )  # the eps of the denominator is 1e-10
 
 
 # --- polynomials, positions ------------------------------------------------------------------------------------------
@@ -149,7 +151,9 @@ def test_forget_gate_is_exact_at_both_ends():
     keep = bound + (1 - bound) / (1 + np.exp(-np.maximum(f, -80.0).astype(np.float64)))
     miss = (1 - bound) * np.exp(-np.logaddexp(0, f.astype(np.float64)))
     np.testing.assert_allclose(forgets, miss, rtol=1e-6, atol=1e-38)
-    np.testing.assert_allclose(g, np.where(f > 0, np.log1p(-np.minimum(miss, 0.9)), np.log(keep)), rtol=1e-5, atol=1e-38)
+    np.testing.assert_allclose(
+      g, np.where(f > 0, np.log1p(-np.minimum(miss, 0.9)), np.log(keep)), rtol=1e-5, atol=1e-38
+    )
     slope = jax.vmap(jax.grad(lambda f, bound=bound: forget_gate(f, bound)[0]))(f)
     exact = (1 - bound) * np.exp(-np.logaddexp(0, f.astype(np.float64)) - np.logaddexp(0, -f.astype(np.float64))) / keep
     np.testing.assert_allclose(slope, np.where(f < -80, 0, exact), rtol=1e-5, atol=1e-38)
@@ -222,7 +226,9 @@ def test_sizes_must_be_positive(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [L.Performer, L.CosFormer, L.Based, L.ReBased, L.Hedgehog], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+  "kind", [L.Performer, L.CosFormer, L.Based, L.ReBased, L.Hedgehog], ids=lambda kind: kind.__name__
+)
 def test_half_precision(kind):
   graph, params = drawn(kind, 2, 4)
   x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, D)), jnp.bfloat16)

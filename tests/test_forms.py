@@ -175,7 +175,11 @@ WIDTHS = ((12, 48), (60, 100), (96, 12), (128, 192), (256, 320))
 @pytest.mark.parametrize(
   ("case_id", "widths"),
   [(id, widths) for id in ("linear_attention-channel", "delta_rule-head") for widths in WIDTHS]
-  + [(id, widths) for id in ("linear_attention-head", "delta_rule-channel", "dplr-channel", "gated_oja-channel") for widths in WIDTHS[1:3]],
+  + [
+    (id, widths)
+    for id in ("linear_attention-head", "delta_rule-channel", "dplr-channel", "gated_oja-channel")
+    for widths in WIDTHS[1:3]
+  ],
 )
 def test_any_width(case_id, widths):
   check_shape(case_id, Shape(T=70, K=widths[0], V=widths[1]))

@@ -93,7 +93,9 @@ def test_no_swallowed_keywords(path):
 
 OPS = [name for name in lajax.__all__ if inspect.isfunction(getattr(lajax, name))]
 MODULES = [
-  name for name in ("lajax.layers", "lajax.tasks", "lajax.recurrence", "lajax.pallas", "lajax.models") if (PACKAGE / name[6:]).exists()
+  name
+  for name in ("lajax.layers", "lajax.tasks", "lajax.recurrence", "lajax.pallas", "lajax.models")
+  if (PACKAGE / name[6:]).exists()
 ]
 
 

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 # fastest, for some layers in the fast set, and the whole set adds what users run for these.
 FAST = [pytest.param(case.in_form("recurrent"), id=f"{case.name}-recurrent") for case in PLAIN]
 FULL = [
-  pytest.param(case if case.plain else case.in_form("recurrent"), id=case.name, marks=pytest.mark.slow) for case in CASES
+  pytest.param(case if case.plain else case.in_form("recurrent"), id=case.name, marks=pytest.mark.slow)
+  for case in CASES
 ]
 every_layer = pytest.mark.parametrize("case", FAST + FULL)
 
@@ -71,7 +72,7 @@ def agree_in_all(got: Result, want: Result):
 
 
 @every_layer
-@pytest.mark.parametrize("cuts", [(17,), (1, 17, 20, 37, 63, 64, 65, 69)], ids=str)
+@pytest.mark.parametrize("cuts", [(17,), (64,), (1, 17, 20, 37, 63, 64, 65, 69)], ids=str)
 def test_split_is_whole(case, cuts):
   m = compiled(case)
   state, dstate, want = packed(case)
@@ -104,7 +105,9 @@ def test_documents_equal_their_own_runs(case):
   last = RUNS.max(axis=1)
   got = Result(np.zeros_like(want.y), want.state, *jax.tree.map(np.zeros_like, (want.dparams, want.dx, want.dstate)))
   for run in range(RUNS.max() + 1):
-    rows = lambda keep, xs: jax.tree.map(lambda x: np.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, np.zeros_like(x)), xs)
+    rows = lambda keep, xs: jax.tree.map(
+      lambda x: np.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, np.zeros_like(x)), xs
+    )
     alone = m.with_gradients(
       m.x, state if run == 0 else m.init, np.where(run == RUNS, 0, -1), m.dy, rows(last == run, dstate)
     )  # fmt: skip

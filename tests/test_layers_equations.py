@@ -128,7 +128,9 @@ def cosformer(layer, x):
   for t in range(T):
     for h in range(2):
       relu = lambda x: np.maximum(x, 0)
-      w = [relu(p["q"][t, h]) @ relu(p["k"][j, h]) * np.cos(np.pi * (t - j) / (2 * layer.max_length)) for j in range(t + 1)]
+      w = [
+        relu(p["q"][t, h]) @ relu(p["k"][j, h]) * np.cos(np.pi * (t - j) / (2 * layer.max_length)) for j in range(t + 1)
+      ]
       o[t, h] = w @ p["v"][: t + 1, h] / (np.sum(w) + EPS)
   return o
 
@@ -285,13 +287,19 @@ def mla(layer, x):
 
 
 def shifted(layer, x, change, name, m=None):
-  index = {"w": 0, "k": 1, "v": 2, "r": 3, "gate": 4} if m is not None else {"r": 0, "w": 1, "k": 2, "v": 3, "iclr": 4, "gate": 5}
+  index = (
+    {"w": 0, "k": 1, "v": 2, "r": 3, "gate": 4}
+    if m is not None
+    else {"r": 0, "w": 1, "k": 2, "v": 3, "iclr": 4, "gate": 5}
+  )
   return x + change * (np.asarray(layer.mu)[index[name]] + (0 if m is None else m[:, index[name]]))
 
 
 def head_norm(layer, o):
   o = o - o.mean(-1, keepdims=True)
-  return o / np.sqrt((o * o).mean(-1, keepdims=True) + 64e-5) * np.asarray(layer.norm.weight) + np.asarray(layer.norm.bias)
+  return o / np.sqrt((o * o).mean(-1, keepdims=True) + 64e-5) * np.asarray(layer.norm.weight) + np.asarray(
+    layer.norm.bias
+  )
 
 
 def low_rank(module, x, activation=lambda x: x):
@@ -333,7 +341,9 @@ def rwkv7(layer, x):
       S = w[t, h][:, None] * S + np.outer(kappa[t, h] * a[t, h], old) + np.outer(k[t, h], v[t, h])
       o[t, h] = S.T @ r[t, h]
   own = (r * k * np.asarray(layer.own)).sum(-1, keepdims=True) * v
-  gate = sigmoid(shifted(layer, x, change, "gate") @ np.asarray(layer.gate_down.kernel)) @ np.asarray(layer.gate_up.kernel)
+  gate = sigmoid(shifted(layer, x, change, "gate") @ np.asarray(layer.gate_down.kernel)) @ np.asarray(
+    layer.gate_up.kernel
+  )
   return (head_norm(layer, o) + own) * gate.reshape(T, 2, 8)
 
 
@@ -352,7 +362,9 @@ def delta_product(layer, x):
 
 
 def gated_deltanet2(layer, x):
-  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("erase", 2, 8), ("write", 2, 8), ("f", 3), ("gate", 2, 8)])
+  p = parts(
+    layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("erase", 2, 8), ("write", 2, 8), ("f", 3), ("gate", 2, 8)]
+  )
   f = (p["f"] @ np.asarray(layer.decay_proj.kernel)).reshape(T, 2, 8) + np.asarray(layer.dt_bias)
   decay = np.exp(-np.exp(np.asarray(layer.A_log))[:, None] * softplus(f))
   q, k, b, w, o = l2(p["q"]), l2(p["k"]), sigmoid(p["erase"]), sigmoid(p["write"]), np.zeros((T, 2, 8))

@@ -59,7 +59,9 @@ def test_short_conv(name):
 
   def f(i):
     width = i["weight"].shape[1]
-    layer = L.ShortConv(6, width, use_bias="bias" in i, activation=activation, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    layer = L.ShortConv(
+      6, width, use_bias="bias" in i, activation=activation, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+    )
     layer.weight[...] = i["weight"]
     if "bias" in i:
       layer.bias[...] = i["bias"]
@@ -138,7 +140,9 @@ def test_documents_follow_the_state():
   ids = jnp.array([[5, 5, -1, 5, 7], [-1, 5, 7, 7, 5], [7, -1, -1, 7, 5], [-1, -1, -1, -1, -1]])
   d = follow(state, ids.shape, ids)
   np.testing.assert_array_equal(d.ids, [[0, 0, -1, 0, 1], [-1, 0, 1, 1, 2], [1, -1, -1, 1, 2], [-1] * 5])
-  np.testing.assert_array_equal(np.where(ids < 0, 0, d.position), [[3, 4, 0, 5, 0], [0, 3, 0, 1, 0], [0, 0, 0, 1, 0], [0] * 5])
+  np.testing.assert_array_equal(
+    np.where(ids < 0, 0, d.position), [[3, 4, 0, 5, 0], [0, 3, 0, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
+  )
   np.testing.assert_array_equal(d.continues, [True, True, False, True])
   np.testing.assert_array_equal(d.carried, [3, 3, 0, 3])
   np.testing.assert_array_equal(d.segment, [7, 5, 5, 5])
@@ -179,13 +183,15 @@ def gradients(case, x, transform=lambda call: call, **options):
 @pytest.mark.slow
 @each_class
 def test_transformations(case):
-  """No gradient is zero or infinite; for some: with remat under a vmap over the batch they are the same, nor are they in bfloat16."""
+  """grad under jit, with remat under a vmap over the batch the same; no gradient is zero or infinite, in bfloat16 neither."""
   case = case if case.plain else case.in_form("recurrent")
   x = np.random.default_rng(0).normal(size=(B, 70 if case.plain else 9, D)).astype(np.float32)
   rows = lambda call: jax.vmap(lambda p, row: jax.checkpoint(call)(p, row[None])[0], in_axes=(None, 0))
-  want = got = half = gradients(case, x)
-  if case.plain:
-    got, half = gradients(case, x, rows), gradients(case, x.astype(jnp.bfloat16), dtype=jnp.bfloat16)
+  want, got, half = (
+    gradients(case, x),
+    gradients(case, x, rows),
+    gradients(case, x.astype(jnp.bfloat16), dtype=jnp.bfloat16),
+  )
   for (path, g), h, b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), jax.tree.leaves(half), strict=True):
     constant = path[0].key == "projection"  # of random features
     assert constant or np.any(g), path
@@ -258,16 +264,25 @@ def test_wrong_inputs(case):
     (lambda r: L.SoftmaxAttention(D, 4, 8, num_kv_heads=3, rngs=r), "`num_kv_heads` must divide num_heads = 4; got 3"),
     (lambda r: L.SoftmaxAttention(D, 2, 7, rope_theta=1e4, rngs=r), "`head_dim` must be even.*got 7"),
     (lambda r: L.SoftmaxAttention(D, 2, 8, rope_theta=0.5, rngs=r), "`rope_theta` must be above 1"),
-    (lambda r: L.LinearAttention(D, 2, 8, feature_map="elu", rngs=r), "'elu\\+1', 'relu', 'exp', 'identity', 'taylor2'.*'elu'"),
+    (
+      lambda r: L.LinearAttention(D, 2, 8, feature_map="elu", rngs=r),
+      "'elu\\+1', 'relu', 'exp', 'identity', 'taylor2'.*'elu'",
+    ),
     (lambda r: L.LinearAttention(D, 2, 8, feature_map=3, rngs=r), "`feature_map` must be one of.*got 3"),
-    (lambda r: L.GatedDeltaNet(D, 2, 8, num_v_heads=3, rngs=r), "`num_v_heads` must be a multiple of num_heads = 2; got 3"),
+    (
+      lambda r: L.GatedDeltaNet(D, 2, 8, num_v_heads=3, rngs=r),
+      "`num_v_heads` must be a multiple of num_heads = 2; got 3",
+    ),
     (lambda r: L.GatedDeltaNet(D, 2, 5, expand_v=1.5, rngs=r), "`expand_v` times head_dim = 5 must be a whole number"),
     (lambda r: L.GatedDeltaNet(D, 0, 8, rngs=r), "`num_heads` must be a whole number of at least 1.*got 0"),
     (lambda r: L.GatedDeltaNet(D, 2, 8, impl="fast", rngs=r), "`impl` must be one of 'auto'.*got 'fast'"),
     (lambda r: L.GatedDeltaNet(D, 2, 8, chunk_size=0, rngs=r), "`chunk_size` must be a whole number.*got 0"),
     (lambda r: L.DeltaNet(D, 2, 8, conv_size=0, rngs=r), "`conv_size` must be a whole number.*got 0"),
     (lambda r: L.Mamba2(D, 4, 8, num_groups=3, rngs=r), "`num_groups` must divide num_heads = 4; got 3"),
-    (lambda r: L.KimiDeltaAttention(D, 2, 8, lower_bound=5.0, rngs=r), "`lower_bound` must be a negative log decay.*got 5"),
+    (
+      lambda r: L.KimiDeltaAttention(D, 2, 8, lower_bound=5.0, rngs=r),
+      "`lower_bound` must be a negative log decay.*got 5",
+    ),
     (lambda r: L.GLA(D, 2, 8, gate_normalizer=0, rngs=r), "`gate_normalizer` must be positive"),
     (lambda r: L.RetNet(D, 2, 7, rngs=r), "`head_dim` must be even"),
     (lambda r: L.ShortConv(D, 0, rngs=r), "`width` must be a whole number.*got 0"),
@@ -299,7 +314,9 @@ def test_full_cache():
   x = jnp.ones((2, 3, D))
   call = jax.jit(lambda x, s: layer(x, s), compiler_options=QUICK)
   _, state = call(x, layer.init_state(2))
-  with pytest.raises(ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"):
+  with pytest.raises(
+    ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"
+  ):
     layer(x, state)
   y, _ = call(x, state)  # here the length cannot be seen
   np.testing.assert_array_equal(np.isnan(y).any(axis=-1), [[False, True, True]] * 2)

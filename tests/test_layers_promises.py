@@ -105,7 +105,9 @@ def test_griffin_with_biases_is_one_of_a_wider_input():
   _, params, call = made(L.GriffinBlock, 12, 3, use_bias=True)
   x = inputs(1, 6, D)
   y, _ = call(params, x)
-  graph, state = nnx.split(nnx.eval_shape(lambda: L.GriffinBlock(D + 1, 12, 3, param_dtype=jnp.float64, rngs=nnx.Rngs(0))))
+  graph, state = nnx.split(
+    nnx.eval_shape(lambda: L.GriffinBlock(D + 1, 12, 3, param_dtype=jnp.float64, rngs=nnx.Rngs(0)))
+  )
   for name in ("conv", "rglru"):
     state[name] = params[name]
   kernel = np.concatenate([params["in_proj"]["kernel"][...], params["in_proj"]["bias"][...][None]])
@@ -204,7 +206,9 @@ def test_full_cache(layer):
   x = jnp.ones((2, 3, D))
   call = quick(lambda x, s: layer(x, s))
   _, state = call(x, layer.init_state(2))
-  with pytest.raises(ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"):
+  with pytest.raises(
+    ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"
+  ):
     layer(x, state)
   np.testing.assert_array_equal(np.isnan(call(x, state)[0]).any(axis=-1), [[False, True, True]] * 2)
   assert jax.eval_shape(lambda x: layer(x), jnp.ones((2, 6, D)))[1].memory[0].shape[1] == 6
@@ -217,7 +221,10 @@ def test_full_cache(layer):
     (lambda r: L.Mamba(D, state_dim=0, rngs=r), "`state_dim` must be a whole number of at least 1.*got 0"),
     (lambda r: L.RGLRU(D, 3, rngs=r), "`num_blocks` must divide channels = 16; got 3"),
     (lambda r: L.GriffinBlock(D, 12, 5, rngs=r), "`num_blocks` must divide channels = 12; got 5"),
-    (lambda r: L.ForgettingAttention(D, 4, 8, num_kv_heads=3, rngs=r), "`num_kv_heads` must divide num_heads = 4; got 3"),
+    (
+      lambda r: L.ForgettingAttention(D, 4, 8, num_kv_heads=3, rngs=r),
+      "`num_kv_heads` must divide num_heads = 4; got 3",
+    ),
     (lambda r: L.MLA(D, 2, 8, rope_dim=3, rngs=r), "`rope_dim` must be even.*got 3"),
     (lambda r: L.MLA(D, 2, 8, rope_theta=0.5, rngs=r), "`rope_theta` must be above 1"),
     (lambda r: L.MLA(D, 2, 8, kv_rank=0, rngs=r), "`kv_rank` must be a whole number.*got 0"),

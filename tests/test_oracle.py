@@ -322,6 +322,12 @@ def test_chunked_in_float32(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FILES if re.search("T64|T70", name)])
+def test_chunked_in_float64(name):
+  check(name, "chunked", "float64", stacked=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FILES if "T70_extreme" in name])
 def test_as_stored(name):
   """At the file's own shape, without padding."""

@@ -1,4 +1,4 @@
-"""The kernels of additive states: interpreted on a CPU against `recurrent` in float64.
+"""The kernels of matrix states, additive and of the delta rule: interpreted on a CPU against `recurrent` in float64.
 
 The interpreter puts NaN behind an array's end, so that a kernel that reads there without a mask fails every comparison.
 """
@@ -22,17 +22,22 @@ from pallas_cases import (
 import lajax
 from lajax import pallas
 from lajax.pallas.launch import launch
+from lajax.recurrence import delta_rule_step, linear_attention_step
 
 GATES = ("none", "head", "channel")
+FAMILIES = ("linear_attention", "delta_rule")
 BASE = Shape()
+STEPS = {
+  "linear_attention": (pallas.decode_linear_attention, linear_attention_step),
+  "delta_rule": (pallas.decode_delta_rule, delta_rule_step),
+}
 
 
-# --- interpreted -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case_id", ["linear_attention-head", "linear_attention-channel"])
-def test_packed_documents_of_every_kind_of_values(case_id):
+@pytest.mark.parametrize("gate", ["head", "channel"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_of_every_kind_of_values(family, gate):
   """Outputs, states, all gradients: documents, padding, gates of -inf, sizes no powers of two, grouped heads."""
+  case_id = f"{family}-{gate}"
   assert not misses(case_id, BASE, "float32", True, cases.batch(CASES[case_id]))
 
 
@@ -43,54 +48,77 @@ def test_packed_documents_of_every_kind_of_values(case_id):
     ("none", "float32", True),
     ("none", "bfloat16", False),
     ("head", "float32", False),
+    ("head", "bfloat16", False),
     ("head", "bfloat16", True),
     ("channel", "float32", False),
     ("channel", "bfloat16", True),
   ],
 )
-def test_dtypes(gate, dtype, packed):
-  case_id = f"linear_attention-{gate}"
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dtypes(family, gate, dtype, packed):
+  case_id = f"{family}-{gate}"
   assert not misses(case_id, BASE, dtype, packed, cases.batch(CASES[case_id]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize(
-  "shape",
-  [Shape(T=1, H=2, HV=2, K=48, V=7), Shape(T=17, H=1, HV=4, K=100, V=33), Shape(T=65, H=2, HV=4, K=192, V=72)],
-  ids=lambda s: f"T{s.T}-H{s.H}-HV{s.HV}-K{s.K}-V{s.V}",
+  ("shape", "dtype"),
+  [
+    (Shape(T=1, H=2, HV=2, K=48, V=7), "float32"),
+    (Shape(T=17, H=1, HV=4, K=100, V=33), "float32"),
+    (Shape(T=65, H=2, HV=4, K=192, V=72), "bfloat16"),
+  ],
+  ids=lambda s: s if isinstance(s, str) else f"T{s.T}-H{s.H}-HV{s.HV}-K{s.K}-V{s.V}",
 )
-def test_sizes(gate, shape):
+@pytest.mark.parametrize("gate", ["head", "channel"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes(family, gate, shape, dtype):
+  case_id = f"{family}-{gate}"
+  assert not misses(case_id, shape, dtype, False, CASES[case_id].rows[:5:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_keys_of_several_tiles_in_float32(gate):
   case_id = f"linear_attention-{gate}"
-  assert not misses(case_id, shape, "float32", False, CASES[case_id].rows[:5:2])
+  assert not misses(case_id, Shape(T=65, H=2, HV=4, K=192, V=72), "float32", False, CASES[case_id].rows[:5:2])
 
 
 @pytest.mark.slow
-def test_float16():
-  assert not misses_of_float16("linear_attention-head", BASE)
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_the_widest_keys(gate):
+  case_id = f"delta_rule-{gate}"
+  assert not misses(case_id, Shape(T=130, H=1, HV=1, K=256, V=16), "bfloat16", False, CASES[case_id].rows[:5:2])
 
 
 @pytest.mark.slow
-def test_vmap_and_checkpoint():
-  assert change_by_vmap_and_checkpoint("linear_attention-head", BASE) < 1e-6
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float16(family):
+  assert not misses_of_float16(f"{family}-head", BASE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vmap_and_checkpoint(family):
+  assert change_by_vmap_and_checkpoint(f"{family}-head", BASE) < 1e-6
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_decode(gate):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode(family, gate):
   """One token of many states, K and V no powers of two, grouped heads."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   B, H, HV, K, V = 3, 2, 4, 12, 40
-  S, q, k, v = draw(B, HV, K, V), draw(B, H, K), draw(B, H, K), draw(B, HV, V)
+  args = [draw(B, HV, K, V), draw(B, H, K), draw(B, H, K), draw(B, HV, V)]
+  args += [abs(draw(B, HV))] if family == "delta_rule" else []
   g = {"none": None, "head": -abs(draw(B, HV)), "channel": -abs(draw(B, HV, K))}[gate]
   if g is not None:
     g[0] = -np.inf
-  got = jax.jit(pallas.decode_linear_attention, static_argnums=5, compiler_options=cases.quick())(S, q, k, v, g, 0.5)
-  q, k = np.repeat(q, 2, 1), np.repeat(k, 2, 1)
-  decay = np.exp(np.zeros((B, HV), np.float32) if g is None else g)
-  S = decay.reshape(*decay.shape, *(1,) * (4 - decay.ndim)) * S + k[..., :, None] * v[..., None, :]
-  np.testing.assert_allclose(got[0], S, rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(got[1], 0.5 * np.einsum("bhkv,bhk->bhv", S, q), rtol=1e-5, atol=1e-5)
+  kernel, step = STEPS[family]
+  got = jax.jit(lambda *args: kernel(*args, 0.5), compiler_options=cases.quick())(*args, g)
+  for x, y in zip(got, step(*args, g, scale=0.5), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_nan_stands_behind_an_array():
@@ -112,10 +140,11 @@ def test_nan_stands_behind_an_array():
 
 
 @pytest.mark.parametrize(("gate", "chunk"), [("head", 32), ("channel", 16)])
-def test_number_of_launches(gate, chunk):
-  """Two forward, three backward; what is kept between them is the inputs and the states at the chunks' starts."""
-  assert launches(f"linear_attention-{gate}", BASE) == (2, 5)
-  found, most = kept(f"linear_attention-{gate}", BASE, chunk)
+@pytest.mark.parametrize(("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 3, 7)])
+def test_number_of_launches(family, forward, both, gate, chunk):
+  """What is kept between forward and backward is the inputs and the states at the chunks' starts."""
+  assert launches(f"{family}-{gate}", BASE) == (forward, both)
+  found, most = kept(f"{family}-{gate}", BASE, chunk)
   assert found <= most
 
 
@@ -132,5 +161,13 @@ def test_supports():
   assert "2^31 programs" in pallas.supports_linear_attention(long, long, array(2**22, 2**16, 4, 100))
 
 
-def test_second_derivatives_are_refused_with_a_sentence():
-  refuses_second_derivatives(lambda x: lajax.linear_attention(x, x, x, impl="pallas")[0])
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda x: lajax.linear_attention(x, x, x, impl="pallas")[0],
+    lambda x: lajax.delta_rule(x, x, x, x[..., 0], impl="pallas")[0],
+  ],
+  ids=FAMILIES,
+)
+def test_second_derivatives_are_refused_with_a_sentence(call):
+  refuses_second_derivatives(call)

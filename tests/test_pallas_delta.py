@@ -1,4 +1,4 @@
-"""The kernels of the delta rule: interpreted on a CPU against `recurrent` in float64."""
+"""What the kernels of the delta rule alone must: keys that repeat, the triangular system, their own refusals."""
 
 import cases
 import jax
@@ -6,74 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, Shape
-from pallas_cases import (
-  change_by_vmap_and_checkpoint,
-  kept,
-  launches,
-  misses,
-  misses_of_float16,
-  refuses_second_derivatives,
-)
+from pallas_cases import misses
 
-import lajax
 from lajax import pallas
 from lajax.pallas import tiles
-from lajax.recurrence import delta_rule_step
 
 GATES = ("none", "head", "channel")
 BASE = Shape()
-
-
-@pytest.mark.parametrize("gate", ["head", "channel"])
-def test_packed_documents_of_every_kind_of_values(gate):
-  """Outputs, states, all gradients: documents, padding, gates of -inf, sizes no powers of two, grouped heads."""
-  case_id = f"delta_rule-{gate}"
-  assert not misses(case_id, BASE, "float32", True, cases.batch(CASES[case_id]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("gate", "dtype", "packed"),
-  [
-    ("none", "float32", True),
-    ("head", "bfloat16", True),
-    ("head", "bfloat16", False),
-    ("channel", "float32", False),
-    ("channel", "bfloat16", True),
-  ],
-)
-def test_dtypes(gate, dtype, packed):
-  case_id = f"delta_rule-{gate}"
-  assert not misses(case_id, BASE, dtype, packed, cases.batch(CASES[case_id]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("gate", "shape", "dtype"),
-  [
-    ("head", Shape(T=1, H=2, HV=2, K=48, V=7), "float32"),
-    ("channel", Shape(T=17, H=1, HV=4, K=100, V=33), "float32"),
-    ("head", Shape(T=65, H=2, HV=4, K=192, V=72), "bfloat16"),
-    ("channel", Shape(T=33, H=1, HV=1, K=256, V=16), "bfloat16"),
-  ],
-  ids=lambda s: s if isinstance(s, str) else f"T{s.T}-H{s.H}-HV{s.HV}-K{s.K}-V{s.V}",
-)
-def test_sizes(gate, shape, dtype):
-  case_id = f"delta_rule-{gate}"
-  assert not misses(case_id, shape, dtype, False, CASES[case_id].rows[:5:2])
-
-
-@pytest.mark.slow
-def test_float16():
-  assert not misses_of_float16("delta_rule-head", BASE)
-
-
-@pytest.mark.slow
-def test_vmap_and_checkpoint():
-  assert change_by_vmap_and_checkpoint("delta_rule-head", BASE) < 1e-6
-
-
-# --- keys that repeat ------------------------------------------------------------------------------------------------
 
 
 def equal_keys(gate: str, beta: float, decay: float):
@@ -113,36 +52,6 @@ def test_the_triangular_system(C):
     assert cases.relative_rms(solve(M.astype(np.float32), beta.astype(np.float32)), want) < 1e-6
 
 
-# --- decode ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_decode(gate):
-  """One token of many states, K and V no powers of two, grouped heads."""
-  rng = np.random.default_rng(0)
-  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-  B, H, HV, K, V = 3, 2, 4, 12, 40
-  S, q, k, v, beta = draw(B, HV, K, V), draw(B, H, K), draw(B, H, K), draw(B, HV, V), abs(draw(B, HV))
-  g = {"none": None, "head": -abs(draw(B, HV)), "channel": -abs(draw(B, HV, K))}[gate]
-  if g is not None:
-    g[0] = -np.inf
-  run = jax.jit(pallas.decode_delta_rule, static_argnums=6, compiler_options=cases.quick())
-  want = delta_rule_step(S, q, k, v, beta, g, scale=0.5)
-  for x, y in zip(run(S, q, k, v, beta, g, 0.5), want, strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
-
-
-# --- what is launched, and what is refused ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("gate", "chunk"), [("head", 32), ("channel", 16)])
-def test_number_of_launches(gate, chunk):
-  """Three forward, four backward; what is kept between them is the inputs and the states at the chunks' starts."""
-  assert launches(f"delta_rule-{gate}", BASE) == (3, 7)
-  found, most = kept(f"delta_rule-{gate}", BASE, chunk)
-  assert found <= most
-
-
 def test_supports():
   array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
   q, v, beta = array(2, 64, 2, 128), array(2, 64, 4, 100), array(2, 64, 4)
@@ -157,7 +66,3 @@ def test_supports():
   assert "chunk_size is 7" in pallas.supports_delta_rule(q, q, v, beta, chunk_size=7)
   assert "`erase` and `write`" in pallas.supports_delta_rule(q, q, v, erase=array(2, 64, 4, 128), write=v)
   assert "2^31 programs" in pallas.supports_delta_rule(long, long, array(2**22, 2**16, 4, 100), beta)
-
-
-def test_second_derivatives_are_refused_with_a_sentence():
-  refuses_second_derivatives(lambda x: lajax.delta_rule(x, x, x, x[..., 0], impl="pallas")[0])

@@ -84,7 +84,15 @@ def test_the_table_of_systems_is_whole():
 PIECES = ("GatedRMSNorm", "LayerState", "Mixer", "ShortConv")
 
 
-KERNELS = ("linear_attention", "normalized_linear_attention", "mlstm", "delta_rule", "delta_product", "linear_recurrence", "attention")
+KERNELS = (
+  "linear_attention",
+  "normalized_linear_attention",
+  "mlstm",
+  "delta_rule",
+  "delta_product",
+  "linear_recurrence",
+  "attention",
+)
 REFUSED = ("RWKV6", "GatedDeltaNet2", "ForgettingAttention")  # for `bonus`, `erase` and `write`, `log_forget`
 
 

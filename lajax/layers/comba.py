@@ -56,7 +56,9 @@ class Comba(Mixer):
     rngs: nnx.Rngs,
   ):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "a": (H,)} | ({"gate": (H, V)} if use_gate else {})
+    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "a": (H,)} | (
+      {"gate": (H, V)} if use_gate else {}
+    )
     super().__init__(
       d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,

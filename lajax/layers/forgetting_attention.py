@@ -107,7 +107,9 @@ class ForgettingAttention(CachedMixer):
     k, v, log_f = seen.arrays
     T, S = q.shape[1], k.shape[1]
     v = v.astype(q.dtype)
-    log_f = jnp.where((seen.position < 0)[..., None], 0, log_f[..., 0])  # an empty place stands in an interval: no gradient
+    log_f = jnp.where(
+      (seen.position < 0)[..., None], 0, log_f[..., 0]
+    )  # an empty place stands in an interval: no gradient
     position, segment, gates, scale = documents.position, seen.q_segment, log_f, None
     if T == 1:  # one query: the sum of the gates after each key is a bias of the key
       (q, k), gates, scale = _with_bias(q, k, log_f), None, 1.0

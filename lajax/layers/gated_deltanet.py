@@ -58,7 +58,9 @@ class GatedDeltaNet(Mixer):
     rngs: nnx.Rngs,
   ):
     H, HV, K, V = num_heads, value_heads(num_heads, num_v_heads), head_dim, value_width(head_dim, expand_v)
-    projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "a": (HV,)} | ({"gate": (HV, V)} if use_gate else {})
+    projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "a": (HV,)} | (
+      {"gate": (HV, V)} if use_gate else {}
+    )
     super().__init__(
       d_model, projections, inner=HV * V, memory=(HV, K, V), conv_size=conv_size,
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,

@@ -59,7 +59,9 @@ class GatedOja(Mixer):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
     check_positive("gate_rank", gate_rank)
     R = V if gate_rank is None else gate_rank
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "f": (R,)} | ({"gate": (H, V)} if use_gate else {})
+    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "f": (R,)} | (
+      {"gate": (H, V)} if use_gate else {}
+    )
     super().__init__(
       d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,

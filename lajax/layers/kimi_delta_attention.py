@@ -67,7 +67,9 @@ class KimiDeltaAttention(Mixer):
     if lower_bound is not None and not lower_bound < 0:
       raise ValueError(f"`lower_bound` must be a negative log decay, such as -5.0, or None; got {lower_bound}.")
     R = V if gate_rank is None else gate_rank
-    projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "f": (R,)} | ({"gate": (R,)} if use_gate else {})
+    projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "f": (R,)} | (
+      {"gate": (R,)} if use_gate else {}
+    )
     super().__init__(
       d_model, projections, inner=HV * V, memory=(HV, K, V), conv_size=conv_size,
       impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,

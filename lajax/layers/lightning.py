@@ -73,5 +73,7 @@ class Lightning(Mixer):
     q, k, v = (jax.nn.silu(p[name]) for name in "qkv")
     H = q.shape[2]
     slopes = jnp.exp2(-8 * jnp.arange(1, H + 1, dtype=self.gate_dtype) / H) * self.depth
-    o, memory = self.run(linear_attention, q, k, v, jnp.broadcast_to(-slopes, q.shape[:3]), memory=memory, documents=documents)
+    o, memory = self.run(
+      linear_attention, q, k, v, jnp.broadcast_to(-slopes, q.shape[:3]), memory=memory, documents=documents
+    )
     return self.norm(jax.lax.collapse(o, 2), p.get("gate")), memory

@@ -15,7 +15,9 @@ from lajax.layers.parameters import widen
 from lajax.layers.state import Documents
 from lajax.ops import linear_attention, normalized_linear_attention
 
-EXACTLY_NORMALIZED = partial(normalized_linear_attention, eps=1e-30)  # features relative to their largest may be that small
+EXACTLY_NORMALIZED = partial(
+  normalized_linear_attention, eps=1e-30
+)  # features relative to their largest may be that small
 LOWEST = -1e30  # the maximum over no keys: finite, so that differences are never NaN
 
 

@@ -65,7 +65,9 @@ class Mamba(Mixer):
     self.A_log = nnx.Param(jnp.broadcast_to(jnp.log(jnp.arange(1, N + 1, dtype=self.gate_dtype)), (E, N)))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (E,), self.gate_dtype))
     self.D = nnx.Param(jnp.ones(E, self.gate_dtype))
-    norm = lambda width: GatedRMSNorm(width, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if inner_norm else None
+    norm = lambda width: (
+      GatedRMSNorm(width, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if inner_norm else None
+    )
     self.dt_norm, self.B_norm, self.C_norm = norm(R), norm(N), norm(N)
     self.dt_rank, self.state_dim = R, N
 

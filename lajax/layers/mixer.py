@@ -21,7 +21,9 @@ def value_width(head_dim: int, expand_v: float) -> int:
   check_positive("head_dim", head_dim)
   width = round(head_dim * expand_v)
   if width < 1 or width != head_dim * expand_v:
-    raise ValueError(f"`expand_v` times head_dim = {head_dim} must be a whole number of at least 1; got expand_v={expand_v}.")
+    raise ValueError(
+      f"`expand_v` times head_dim = {head_dim} must be a whole number of at least 1; got expand_v={expand_v}."
+    )
   return width
 
 

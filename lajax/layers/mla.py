@@ -65,12 +65,20 @@ class MLA(CachedMixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    sizes = {"num_heads": num_heads, "head_dim": head_dim, "kv_rank": kv_rank, "rope_dim": rope_dim, "value_dim": value_dim}
+    sizes = {
+      "num_heads": num_heads,
+      "head_dim": head_dim,
+      "kv_rank": kv_rank,
+      "rope_dim": rope_dim,
+      "value_dim": value_dim,
+    }
     for name, value in sizes.items():
       check_positive(name, value)
     check_positive("max_length", max_length)
     if rope_theta is not None and rope_dim % 2:
-      raise ValueError(f"`rope_dim` must be even for rotary positions; got {rope_dim}. Take an even one, or rope_theta=None.")
+      raise ValueError(
+        f"`rope_dim` must be even for rotary positions; got {rope_dim}. Take an even one, or rope_theta=None."
+      )
     check_rotary(rope_theta, rope_dim)
     H, K, R, P, V = num_heads, head_dim, kv_rank, rope_dim, value_dim or head_dim
     super().__init__(

@@ -34,7 +34,9 @@ def over_tokens(weight: Float[Array, "D"], shape: tuple[int, ...]) -> Float[Arra
 # --- decays ----------------------------------------------------------------------------------------------------------
 
 
-def softplus_decay(a: Float[Array, "..."], A_log: Float[Array, "..."], dt_bias: Float[Array, "..."]) -> Float[Array, "..."]:
+def softplus_decay(
+  a: Float[Array, "..."], A_log: Float[Array, "..."], dt_bias: Float[Array, "..."]
+) -> Float[Array, "..."]:
   """g = -exp(A_log) softplus(a + dt_bias): a natural-log decay <= 0, in float32 at least; the arguments broadcast."""
   return -jnp.exp(A_log) * jax.nn.softplus(widen(a) + dt_bias)
 
@@ -121,4 +123,6 @@ def check_rotary(theta: float | None, width: int) -> None:
   if not theta > 1:
     raise ValueError(f"`rope_theta` must be above 1, or None for no positions; got {theta}.")
   if width % 2:
-    raise ValueError(f"`head_dim` must be even for rotary positions; got {width}. Take an even one, or rope_theta=None.")
+    raise ValueError(
+      f"`head_dim` must be even for rotary positions; got {width}. Take an even one, or rope_theta=None."
+    )

@@ -73,7 +73,9 @@ class RWKV6(TokenShiftMixer):
 
   def inputs(self, x, change):
     m = jnp.tanh(self.shift_down(x + change * self.mu_x[...]))
-    m = jnp.einsum("btir,ird->ibtd", m.reshape(*x.shape[:2], len(SHIFTED), m.shape[-1] // len(SHIFTED)), self.shift_up[...])
+    m = jnp.einsum(
+      "btir,ird->ibtd", m.reshape(*x.shape[:2], len(SHIFTED), m.shape[-1] // len(SHIFTED)), self.shift_up[...]
+    )
     mixed = x + change * (self.mu[...][:, None, None] + m)
     return dict(zip(SHIFTED, mixed, strict=True))
 

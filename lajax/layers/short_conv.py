@@ -87,7 +87,9 @@ class ShortConv(nnx.Module):
     dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
     if pallas.wanted(self.impl) and x.size and pallas.supports_short_conv(x, self.weight[...], past) is None:
       bias, silu = None if self.bias is None else self.bias[...], self.activation == "silu"
-      y, rest = pallas.run_short_conv(x.astype(dtype), self.weight[...], bias, past.astype(dtype), documents.ids, silu=silu)
+      y, rest = pallas.run_short_conv(
+        x.astype(dtype), self.weight[...], bias, past.astype(dtype), documents.ids, silu=silu
+      )
       return documents.only_real(y), rest.astype(past.dtype)
     reach = self.width - 1
     if documents.ids is None:

@@ -68,7 +68,12 @@ class SoftmaxAttention(CachedMixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    for name, value in {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads, "window": window}.items():
+    for name, value in {
+      "num_heads": num_heads,
+      "head_dim": head_dim,
+      "num_kv_heads": num_kv_heads,
+      "window": window,
+    }.items():
       check_positive(name, value)
     check_positive("max_length", max_length)
     check_rotary(rope_theta, head_dim)

@@ -86,7 +86,9 @@ def follow(state: LayerState | None, shape: tuple[int, int], segment_ids: Int[Ar
   position = rank - rank_of_start + jnp.where(run == 0, length[:, None], 0)
 
   last = last_real[:, -1:]
-  at_last = lambda x, otherwise: jnp.where(last < 0, otherwise[:, None], jnp.take_along_axis(x, jnp.maximum(last, 0), axis=1))[:, 0]
+  at_last = lambda x, otherwise: jnp.where(
+    last < 0, otherwise[:, None], jnp.take_along_axis(x, jnp.maximum(last, 0), axis=1)
+  )[:, 0]
   return Documents(
     position=position,
     carried=carried,

@@ -38,7 +38,16 @@ class LowRank(nnx.Module):
   """
 
   def __init__(
-    self, features: int, rank: int, outputs: int, activation: Callable | None = None, *, bias=None, dtype, param_dtype, rngs
+    self,
+    features: int,
+    rank: int,
+    outputs: int,
+    activation: Callable | None = None,
+    *,
+    bias=None,
+    dtype,
+    param_dtype,
+    rngs,
   ):
     linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.down = nnx.Linear(features, rank, **linear)
@@ -95,5 +104,7 @@ class HeadNorm(nnx.Module):
     wide = wide - wide.mean(-1, keepdims=True)
     y = wide / jnp.sqrt((wide * wide).mean(-1, keepdims=True) + self.eps)
     flat = lax.collapse(y, 2)
-    flat = flat * over_tokens(self.weight[...].reshape(-1), flat.shape) + over_tokens(self.bias[...].reshape(-1), flat.shape)
+    flat = flat * over_tokens(self.weight[...].reshape(-1), flat.shape) + over_tokens(
+      self.bias[...].reshape(-1), flat.shape
+    )
     return flat.reshape(x.shape).astype(x.dtype)

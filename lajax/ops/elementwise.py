@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from lajax import _shapes, pallas
 from lajax._numerics import accumulation_dtype
-from lajax.ops.run import refuse, run, use_kernels
+from lajax.ops.run import refuse, run, use_kernels, without_padding
 from lajax.recurrence import drive
 from lajax.recurrence import linear_recurrence as _elementwise
 
@@ -61,7 +61,16 @@ def linear_recurrence(
   h0 = jnp.zeros((x.shape[0], *x.shape[2:]), dtype) if initial_state is None else initial_state.astype(dtype)
   tokens = _elementwise.Tokens(flat(x), flat(log_a))
   one_head = {**sizes, "H": 1, "HV": 1}
-  h, state = run(_elementwise.rule, tokens, h0.reshape(x.shape[0], 1, math.prod(x.shape[2:]), 1), segment_ids, one_head, impl, None, None)
+  h, state = run(
+    _elementwise.rule,
+    tokens,
+    h0.reshape(x.shape[0], 1, math.prod(x.shape[2:]), 1),
+    segment_ids,
+    one_head,
+    impl,
+    None,
+    None,
+  )
   return h.reshape(x.shape).astype(x.dtype), state.reshape(h0.shape)
 
 
@@ -79,5 +88,5 @@ def _compute_by_kernels(x, log_a, state, segment_ids):
   if segment_ids is not None:
     runs, real = drive.segments(segment_ids)
     x, log_a = drive.blank_padding((x, log_a), real)
-  h, last = pallas.run_linear_recurrence(x, log_a, state.reshape(shape[0], -1), runs, real)
-  return h.reshape(shape), last.reshape(state.shape)
+  h, last = pallas.run_linear_recurrence(x, log_a, state.reshape(shape[0], -1), runs)
+  return without_padding(h, real).reshape(shape), last.reshape(state.shape)

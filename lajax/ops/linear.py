@@ -73,7 +73,9 @@ def linear_attention(
     run_kernels, tokens = pallas.run_linear_attention, (q, k, v, g)
     return by_kernels(run_kernels, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, g, bonus, initial_state), product_precision(q, k, v)
-  if bonus is not None and segment_ids is not None:  # before a product of two inputs: NaN in padding stays out of gradients
+  if (
+    bonus is not None and segment_ids is not None
+  ):  # before a product of two inputs: NaN in padding stays out of gradients
     q, k, v = drive.blank_padding((q, k, v), segment_ids >= 0)
   tokens = _linear.Tokens(q.astype(dtype) * scale_of(scale, sizes), k.astype(dtype), v.astype(dtype), cast(g, dtype))
   state = first_state(initial_state, sizes, dtype)

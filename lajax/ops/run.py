@@ -60,7 +60,12 @@ def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision):
   else:
     form = {"recurrent": drive.recurrent, "associative": drive.associative}[impl]
     o, state = form(rule, tokens, state, runs)
-  return o if real is None else jnp.where(real[..., None, None], o, jnp.zeros((), o.dtype)), state
+  return without_padding(o, real), state
+
+
+def without_padding(o: jax.Array, real: jax.Array | None) -> jax.Array:
+  """Outputs [B T ..], zeros where a token is not real."""
+  return o if real is None else jnp.where(real.reshape(*real.shape, *(1,) * (o.ndim - 2)), o, jnp.zeros((), o.dtype))
 
 
 def use_kernels(impl: str, supports: Callable[[], str | None], sizes) -> bool:
@@ -71,7 +76,7 @@ def use_kernels(impl: str, supports: Callable[[], str | None], sizes) -> bool:
 def by_kernels(
   kernels: Callable, supports: Callable[[], str | None], tokens, initial_state, segment_ids, sizes, scale, chunk_size
 ):
-  """`impl="pallas"` of a matrix state: kernels(*tokens, state, runs, real, scale=..), tokens being q, k, v and gates.
+  """`impl="pallas"` of a matrix state: kernels(*tokens, state, runs, scale), tokens being q, k, v and gates.
 
   `supports` says in a sentence what the kernels do not take; it is asked once the arguments are known to be right.
   """
@@ -92,7 +97,8 @@ def _compute_by_kernels(kernels, tokens, state, segment_ids, scale):
   if segment_ids is not None:
     runs, real = drive.segments(segment_ids)
     tokens = drive.blank_padding(tokens, real)
-  return kernels(*tokens, state, runs, real, scale=scale)
+  o, state = kernels(*tokens, state, runs, scale)
+  return without_padding(o, real), state
 
 
 def refuse(reason: str | None) -> None:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from lajax import _shapes, pallas
 from lajax._numerics import product_precision
-from lajax.ops.run import refuse, use_kernels
+from lajax.ops.run import refuse, use_kernels, without_padding
 from lajax.recurrence import attention as _softmax
 from lajax.recurrence import drive
 
@@ -72,7 +72,9 @@ def attention(
   _shapes.check_positive("window", window)
   _shapes.check_not_nan(segment_ids, log_forget=log_forget)
   if log_forget is not None and not causal:
-    raise ValueError("`log_forget` needs causal=True: a gate stands between a token and those before it; got causal=False.")
+    raise ValueError(
+      "`log_forget` needs causal=True: a gate stands between a token and those before it; got causal=False."
+    )
   supports = functools.partial(pallas.supports_attention, q, k, v, sink, log_forget)
   kernels = use_kernels(impl, supports, sizes)
   if kernels:
@@ -80,7 +82,9 @@ def attention(
   if 0 in q.shape or 0 in v.shape:
     return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
   if isinstance(scale, Tracer):
-    raise ValueError("`scale` must be a number known when the function is traced; got a traced array. Multiply `q` by it.")
+    raise ValueError(
+      "`scale` must be a number known when the function is traced; got a traced array. Multiply `q` by it."
+    )
   scale = sizes["K"] ** -0.5 if scale is None else float(scale)
   if kernels and impl == "auto" and window is None and sink is None and segment_ids is None and _cudnn_takes(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
@@ -112,7 +116,7 @@ def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, im
       mask = _softmax.visible(places, places, causal, window)[:, None]
     with jax.default_matmul_precision("default" if product_precision(q, k, v) == lax.Precision.DEFAULT else "highest"):
       o = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal and mask is None)
-    return o if real is None else jnp.where(real[..., None, None], o, jnp.zeros((), o.dtype))
+    return without_padding(o, real)
   return _softmax.attend(
     q, k, v, q_positions=position, k_positions=position, q_segments=runs, k_segments=runs, causal=causal, window=window,
     sink=sink, log_forget=log_forget, scale=scale, impl="chunked" if impl == "auto" else impl,

@@ -27,14 +27,14 @@ from lajax.pallas.attention_blocks import (
   held,
   inner,
   masked,
-  over,
   places,
   plan,
   specs_of,
   tile_of,
   where,
 )
-from lajax.pallas.launch import launch, once
+from lajax.pallas.launch import differentiable, launch
+from lajax.pallas.plan import over
 from lajax.pallas.tiles import both, give, take
 
 f32 = jnp.float32
@@ -210,11 +210,6 @@ def attention(
   return _attend((Mask(causal, window), float(scale)), (q, k, v, sink), documents)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, inputs, documents):
-  return _forward(static, inputs, documents)[0]
-
-
 def _forward(static, inputs, documents):
   (mask, scale), (q, k, v, sink) = static, inputs
   p = plan(q, k, v, mask, documents is not None, scale)
@@ -235,7 +230,7 @@ def _backward(static, residuals, do):
   return (dq, dk, dv, dsink), None
 
 
-_attend.defvjp(once(_forward), once(_backward))
+_attend = differentiable(_forward, _backward)
 
 
 def supports(q, k, v, sink=None, log_forget=None) -> str | None:

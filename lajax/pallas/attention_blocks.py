@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lajax.pallas import tiles
 from lajax.pallas.launch import load
+from lajax.pallas.plan import over
 from lajax.pallas.tiles import Products, both, inside, take
 
 f32 = jnp.float32
@@ -255,11 +256,6 @@ def specs_of(p: Plan, place, keys: bool) -> dict[str, pl.BlockSpec]:
     "tokens": spec((None, T), lambda x: (x.b, 0)),
     "blocks": spec((None, p.M if keys else p.N), lambda x: (rows(x), 0)),
   }
-
-
-def over(count: int, body, carry):
-  """The sum over so many tiles."""
-  return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
 
 
 def inner(product: Products, count: int, left, right, shape: tuple[int, int]) -> Float[Array, "M N"]:

@@ -19,20 +19,16 @@ bfloat16 too, W, dX and what they are multiplied with go into products with 16 b
 `lajax.pallas.plan`.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from lajax.pallas import delta_rule_backward as backward
 from lajax.pallas import delta_rule_forward as forward
 from lajax.pallas import tiles
-from lajax.pallas.launch import launch, once
+from lajax.pallas.decode import decode as one_token
+from lajax.pallas.launch import differentiable
 from lajax.pallas.linear_attention import read
-from lajax.pallas.plan import Axes, Plan, documents, places, plan, plan_token, refusal, token_specs
-from lajax.pallas.tiles import both, give, take
+from lajax.pallas.plan import documents, plan, refusal
 
 f32 = jnp.float32
 
@@ -65,11 +61,6 @@ def delta_rule(
   return _correct(float(scale), (q, k, v, beta, g, state), documents(runs, C))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _correct(scale: float, inputs, packed):
-  return _forward(scale, inputs, packed)[0]
-
-
 def _forward(scale: float, inputs, packed):
   q, k, v, beta, g, state = inputs
   p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
@@ -96,7 +87,7 @@ def _backward(scale: float, residuals, cotangents):
   return found, None
 
 
-_correct.defvjp(once(_forward), once(_backward))
+_correct = differentiable(_forward, _backward)
 
 
 def supports(
@@ -113,27 +104,6 @@ def supports(
   )
 
 
-# --- decode: one token -----------------------------------------------------------------------------------------------
-
-
-def _decode_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """One read and one write of a tile of a state, K whole."""
-  q_ref, k_ref, v_ref, beta_ref, g_ref, state_ref = inputs
-  next_ref, o_ref = outputs
-  place = places(p, Axes(False, False, True))[0](pl.program_id(0))
-  keys, values = p.keys(0), p.values(place.j)
-  S = take(state_ref, both(keys, values))
-  q, k, v = take(q_ref, keys).astype(f32), take(k_ref, keys).astype(f32), take(v_ref, values).astype(f32)
-  if p.gate == "head":
-    S = jnp.exp(take(g_ref, None).astype(f32)) * S
-  elif p.gate == "channel":
-    S = jnp.exp(take(g_ref, keys).astype(f32))[:, None] * S
-  error = v - jnp.sum(k[:, None] * S, axis=0)
-  S = S + k[:, None] * (take(beta_ref, None).astype(f32) * error)[None, :]
-  give(next_ref, S, both(keys, values))
-  give(o_ref, p.scale * jnp.sum(q[:, None] * S, axis=0), values)
-
-
 def decode(
   state: Float[Array, "B HV K V"],
   q: Float[Array, "B H K"],
@@ -147,13 +117,4 @@ def decode(
 
   The state is read once and written once, and in place where the caller donates it.
   """
-  p = plan_token(q, v, g, scale)
-  blocks = token_specs(p)
-  state, o = launch(
-    functools.partial(_decode_kernel, p=p), (q, k, v, beta, g, state),
-    name="delta_decode", programs=places(p, Axes(False, False, True))[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "v", "head", p.gate, "state")],
-    out_specs=[blocks["state"], blocks["v"]],
-    out_shapes=[jax.ShapeDtypeStruct(state.shape, f32), jax.ShapeDtypeStruct(v.shape, v.dtype)], aliases={5: 0},
-  )  # fmt: skip
-  return state, o
+  return one_token("delta_decode", state, q, k, v, beta, g, scale)

@@ -42,7 +42,7 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("scores", False, True): Tiles(16, 32, 4, 1),
   ("scores", True, True): Tiles(16, 32, 4, 1),
   ("pairs", False, False): Tiles(16, 32, 8, 1),
-  ("pairs", True, False): Tiles(16, 16, 8, 1),
+  ("pairs", True, False): Tiles(16, 16, 8, 2),
   ("pairs", False, True): Tiles(16, 32, 8, 1),
   ("pairs", True, True): Tiles(32, 32, 4, 1),
 }

@@ -30,7 +30,9 @@ def wanted(impl: str) -> bool:
 def _on_supported_gpu() -> bool:
   if jax.default_backend() != "gpu" or jax.config.jax_default_device is not None:  # pyright: ignore[reportAttributeAccessIssue]
     return False
-  versions = [str(getattr(device, "compute_capability", "")) for device in jax.devices()]  # of other makers no such number
+  versions = [
+    str(getattr(device, "compute_capability", "")) for device in jax.devices()
+  ]  # of other makers no such number
   return all(re.fullmatch(r"\d+\.\d+", version) and float(version) >= 8 for version in versions)
 
 
@@ -78,7 +80,23 @@ def launch(
   return lax.platform_dependent(*arrays, cuda=functools.partial(run, False), default=functools.partial(run, True))
 
 
-def once(f: Callable) -> Callable:
+def differentiable(forward: Callable, backward: Callable) -> Callable:
+  """f(static, *arrays) with its derivative in reverse mode.
+
+  Args:
+    forward: (static, *arrays) -> results, residuals.
+    backward: (static, residuals, cotangents) -> the cotangents of the arrays. Both say so where they are differentiated.
+  """
+
+  @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+  def f(static, *arrays):
+    return forward(static, *arrays)[0]
+
+  f.defvjp(_once(forward), _once(backward))
+  return f
+
+
+def _once(f: Callable) -> Callable:
   """f(static, ...), which says so where it is to be differentiated: it is a derivative, or goes with one."""
   wrapped = jax.custom_jvp(f, nondiff_argnums=(0,))
 

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from lajax.pallas import tiles
-from lajax.pallas.launch import launch, once
+from lajax.pallas.decode import decode as one_token
+from lajax.pallas.launch import differentiable, launch
 from lajax.pallas.plan import (
   Axes,
   Plan,
@@ -25,11 +26,9 @@ from lajax.pallas.plan import (
   over,
   places,
   plan,
-  plan_token,
   refusal,
   runs_of,
   specs,
-  token_specs,
 )  # fmt: skip
 from lajax.pallas.tiles import both, give, iota, take
 
@@ -287,11 +286,6 @@ def linear_attention(
   return _attend(float(scale), (q, k, v, g, state), documents(runs, C))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(scale: float, inputs, packed):
-  return _forward(scale, inputs, packed)[0]
-
-
 def _forward(scale: float, inputs, packed):
   q, k, v, g, state = inputs
   p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
@@ -313,7 +307,7 @@ def _backward(scale: float, residuals, cotangents):
   return (dq.astype(q.dtype), dk.astype(k.dtype), dv, dg, dstate.astype(state.dtype)), None
 
 
-_attend.defvjp(once(_forward), once(_backward))
+_attend = differentiable(_forward, _backward)
 
 
 def supports(q, k, v, g=None, initial_state=None, *, bonus=None, chunk_size: int | None = None) -> str | None:
@@ -322,26 +316,6 @@ def supports(q, k, v, g=None, initial_state=None, *, bonus=None, chunk_size: int
     return "the kernels do not have `bonus`."
   p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
   return refusal(p, (q, k, v, g, initial_state), chunk_size, TILES, AXES)
-
-
-# --- decode: one token -----------------------------------------------------------------------------------------------
-
-
-def _decode_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """One read and one write of a tile of a state, K whole."""
-  q_ref, k_ref, v_ref, g_ref, state_ref = inputs
-  next_ref, o_ref = outputs
-  place = places(p, Axes(False, False, True))[0](pl.program_id(0))
-  keys, values = p.keys(0), p.values(place.j)
-  S = take(state_ref, both(keys, values))
-  q, k, v = take(q_ref, keys).astype(f32), take(k_ref, keys).astype(f32), take(v_ref, values).astype(f32)
-  if p.gate == "head":
-    S = jnp.exp(take(g_ref, None).astype(f32)) * S
-  elif p.gate == "channel":
-    S = jnp.exp(take(g_ref, keys).astype(f32))[:, None] * S
-  S = S + k[:, None] * v[None, :]
-  give(next_ref, S, both(keys, values))
-  give(o_ref, p.scale * jnp.sum(q[:, None] * S, axis=0), values)
 
 
 def decode(
@@ -356,12 +330,4 @@ def decode(
 
   The state is read once and written once, and in place where the caller donates it.
   """
-  p = plan_token(q, v, g, scale)
-  blocks = token_specs(p)
-  state, o = launch(
-    functools.partial(_decode_kernel, p=p), (q, k, v, g, state),
-    name="decode", programs=places(p, Axes(False, False, True))[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "v", p.gate, "state")], out_specs=[blocks["state"], blocks["v"]],
-    out_shapes=[jax.ShapeDtypeStruct(state.shape, f32), jax.ShapeDtypeStruct(v.shape, v.dtype)], aliases={4: 0},
-  )  # fmt: skip
-  return state, o
+  return one_token("decode", state, q, k, v, None, g, scale)

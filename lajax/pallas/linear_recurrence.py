@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from lajax.pallas.launch import launch, load, once
+from lajax.pallas.launch import differentiable, launch, load
 from lajax.pallas.tiles import give, inside, take
 
 f32 = jnp.float32
@@ -252,16 +252,16 @@ def linear_recurrence(
   begins = None
   if runs is not None:
     begins = (runs != jnp.pad(runs[:, :-1], ((0, 0), (1, 0)))).astype(jnp.int32)
-  return _recur(x, log_a, state, begins)
+  return _recur(None, x, log_a, state, begins)
 
 
-def _recur_forward(static, x, log_a, state, begins):
+def _forward(static, x, log_a, state, begins):
   p = _plan(x)
   h, last = _replay(p, x, log_a, begins, _starts(p, x, log_a, begins, state, reverse=False))
   return (h, last), (log_a, state, begins, h)
 
 
-def _recur_backward(static, residuals, cotangents):
+def _backward(static, residuals, cotangents):
   log_a, state, begins, h = residuals
   dh, dlast = cotangents
   p = _plan(h)
@@ -270,12 +270,7 @@ def _recur_backward(static, residuals, cotangents):
   return dx, dlog_a, dstate.astype(state.dtype), None
 
 
-@jax.custom_vjp
-def _recur(x, log_a, state, begins):
-  return _recur_forward(None, x, log_a, state, begins)[0]
-
-
-_recur.defvjp(functools.partial(once(_recur_forward), None), functools.partial(once(_recur_backward), None))
+_recur = differentiable(_forward, _backward)
 
 
 def supports(x, log_a, initial_state=None) -> str | None:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from lajax.pallas.launch import launch, once
+from lajax.pallas.launch import differentiable, launch
 from lajax.pallas.tiles import both, give, inside, take
 
 f32 = jnp.float32
@@ -135,11 +135,6 @@ def gated_rms_norm(
   return y.reshape(x.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(static, x, weight, gate):
-  return _forward(static, x, weight, gate)[0]
-
-
 def _forward(static, x, weight, gate):
   p = _plan(x, *static)
   rows, columns, _ = _specs(p)
@@ -167,7 +162,7 @@ def _backward(static, residuals, dy):
   return dx, dweight.sum(0).astype(weight.dtype), dgate[0] if dgate else None
 
 
-_norm.defvjp(once(_forward), once(_backward))
+_norm = differentiable(_forward, _backward)
 
 
 def supports(x, weight, gate=None) -> str | None:

@@ -41,7 +41,6 @@ CHUNK = {  # tokens, by whether there is one decay a channel, and whether the op
   (False, False): 64, (True, False): 32,
   (False, True): 32, (True, True): 16,
 }  # fmt: skip
-DECODE = Tiles(MAX_K, 32, 4, 1)
 
 
 class Plan(NamedTuple):
@@ -189,26 +188,3 @@ def runs_of(p: Plan, runs_ref, edges_ref, n, at) -> Runs | None:
 def over(count: int, body, carry):
   """The sum over so many tiles."""
   return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
-
-
-# --- one token -------------------------------------------------------------------------------------------------------
-
-
-def plan_token(q, v, g, scale: float) -> Plan:
-  """Of [B H K], [B HV V] and a gate without axis T, K whole."""
-  (B, H, K), (HV, V) = q.shape, v.shape[1:]
-  gate = "none" if g is None else "head" if g.ndim == 2 else "channel"
-  return Plan(B, 1, H, HV, K, V, gate, False, float(scale), jnp.dtype(f32), 1).cut_by(DECODE)
-
-
-def token_specs(p: Plan) -> dict[str, Any]:
-  place, G = places(p, Axes(False, False, True))[0], p.HV // p.H
-  spec = lambda shape, index: pl.BlockSpec(shape, lambda program: index(place(program)))
-  return {
-    "q": spec((None, None, p.k_tile), lambda x: (x.b, x.h // G, 0)),
-    "v": spec((None, None, p.v_tile), lambda x: (x.b, x.h, x.j)),
-    "none": None,
-    "head": spec((None, None), lambda x: (x.b, x.h)),
-    "channel": spec((None, None, p.k_tile), lambda x: (x.b, x.h, 0)),
-    "state": spec((None, None, p.k_tile, p.v_tile), lambda x: (x.b, x.h, 0, x.j)),
-  }

@@ -38,8 +38,18 @@ def fingerprint(family: str) -> str:
         and ast.get_docstring(node, clean=False) is not None
       ):
         node.body = node.body[1:]
-    digest.update(ast.dump(tree).encode())
+    digest.update(_dump(tree).encode())
   return digest.hexdigest()
+
+
+def _dump(node) -> str:
+  """As `ast.dump`, whose text differs between versions of Python: only fields that hold something, and none of types."""
+  if isinstance(node, list):
+    return f"[{','.join(map(_dump, node))}]"
+  if not isinstance(node, ast.AST):
+    return repr(node)
+  held = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+  return f"{type(node).__name__}({','.join(f'{name}={_dump(value)}' for name, value in held)})"
 
 
 def _sources(path: pathlib.Path) -> set[pathlib.Path]:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from lajax.pallas.launch import launch, load, once
+from lajax.pallas.launch import differentiable, launch, load
 from lajax.pallas.tiles import both, give, inside, iota, take
 
 f32 = jnp.float32
@@ -297,11 +297,6 @@ def short_conv(
   return _convolve(static, (x, weight, bias, cache), None if ids is None else ranks(ids))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _convolve(static, inputs, documents: Ranks | None):
-  return _forward(static, inputs, documents)[0]
-
-
 def _forward(static, inputs, documents: Ranks | None):
   (silu, dtype), (x, weight, bias, cache) = static, inputs
   p = _plan("forward", x, weight.shape[1], silu)
@@ -334,7 +329,7 @@ def _backward(static, residuals, cotangents):
   return (dx, dweight.astype(weight.dtype), None if bias is None else dbias.astype(bias.dtype), dcache), None
 
 
-_convolve.defvjp(once(_forward), once(_backward))
+_convolve = differentiable(_forward, _backward)
 
 
 def supports(x, weight, cache) -> str | None:

@@ -203,7 +203,11 @@ def _query_blocks(form):
     B, T = q.shape[:2]
     size = min(BLOCK, T)
     key_size = size if gates is not None else min(BLOCK, k.shape[1])
-    kv = (_blocks(k, key_size), _blocks(v, key_size), Where(_blocks(keys.position, key_size), _blocks(keys.segment, key_size, -1)))
+    kv = (
+      _blocks(k, key_size),
+      _blocks(v, key_size),
+      Where(_blocks(keys.position, key_size), _blocks(keys.segment, key_size, -1)),
+    )
     sums = _gates(gates, size)
     own = None if gates is None else _blocks(gates, size)
     begin = _over_queries(start, B, size)

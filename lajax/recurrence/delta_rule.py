@@ -90,7 +90,9 @@ def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
   return Affine(A, full(transposed(x.q * d.head - full(s.P, s.W)), do)), s
 
 
-def _pullback(x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision) -> Tokens:
+def _pullback(
+  x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision
+) -> Tokens:
   q, k, r = x.q, x.k, x.r
   d = decay(x.g, len(k), k.dtype, masks)
   full = partial(jnp.matmul, precision=precision)
@@ -167,7 +169,9 @@ def _begin_pullback_by_rows(x: Tokens, masks: Masks | None, do: Array, precision
   return Affine(A, D), (*solved, dscores, dvalues)
 
 
-def _pullback_by_rows(x: Tokens, masks: Masks | None, kept, state: Array, dstate: Array, do: Array, precision) -> Tokens:
+def _pullback_by_rows(
+  x: Tokens, masks: Masks | None, kept, state: Array, dstate: Array, do: Array, precision
+) -> Tokens:
   T, W, U, dscores, dvalues = kept
   q, k, r = x.q, x.k, x.r
   d = decay(x.g, len(k), k.dtype, masks)

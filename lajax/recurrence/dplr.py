@@ -83,7 +83,9 @@ def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
   return Affine(A, full(transposed(x.q * d.head + full(s.P_b, s.W)), do)), s
 
 
-def _pullback(x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision) -> Tokens:
+def _pullback(
+  x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision
+) -> Tokens:
   q, k, v, a, b = x.q, x.k, x.v, x.a, x.b
   d = decay(x.g, len(k), k.dtype, masks)
   full = partial(jnp.matmul, precision=precision)
@@ -93,7 +95,10 @@ def _pullback(x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstat
   dq_b, db_q = d.scores_pullback(full(do, w.T), q, b, precision)
   dq_k, dk_q = d.scores_pullback(full(do, v.T), q, k, precision)
   dN_ab, dN_ak = full(dz, w.T), full(dz, v.T)
-  (da_b, db_a), (da_k, dk_a) = d.scores_before_pullback(dN_ab, a, b, precision), d.scores_before_pullback(dN_ak, a, k, precision)
+  (da_b, db_a), (da_k, dk_a) = (
+    d.scores_before_pullback(dN_ab, a, b, precision),
+    d.scores_before_pullback(dN_ak, a, k, precision),
+  )
   dq_state, da_state = full(do, state.T) * d.head, full(dz, state.T) * d.before
   db_state, dk_state = full(w, dstate.T) * d.tail, full(v, dstate.T) * d.tail
   at = lambda x, y: (x * y).sum(-1, keepdims=True)  # the scores' cotangents where no decay stands between

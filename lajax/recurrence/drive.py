@@ -366,7 +366,9 @@ class _Sweep(NamedTuple):
     if runs is None:
       return None
     cut = lambda x: jnp.moveaxis(self._slice(x, n).reshape(heads.B, self.plan.M, self.plan.C), 1, 0)
-    return jax.tree.map(lambda x: jnp.repeat(cut(x), heads.H, axis=1).reshape(-1, self.plan.C), (runs, run_before(runs)))
+    return jax.tree.map(
+      lambda x: jnp.repeat(cut(x), heads.H, axis=1).reshape(-1, self.plan.C), (runs, run_before(runs))
+    )
 
   def _masks(self, runs):
     return None if runs is None else segment_masks(runs[0], runs[1][0])

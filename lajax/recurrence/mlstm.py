@@ -14,7 +14,10 @@ from jaxtyping import Array, Float, Int
 from lajax._numerics import NEGLIGIBLE
 from lajax.recurrence.drive import run_before, segments
 
-LARGEST = {4: 80.0, 8: 700.0}  # of m where exp(m) is formed, by bytes of a number: beyond, 1 / |n.q| is the smaller side
+LARGEST = {
+  4: 80.0,
+  8: 700.0,
+}  # of m where exp(m) is formed, by bytes of a number: beyond, 1 / |n.q| is the smaller side
 
 
 def stabilise(

@@ -128,7 +128,12 @@ def gated_oja_step(
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
   """One token of `lajax.gated_oja`: S = S Diag(exp g) ; S = S + (k - S v) (beta v)^T, o = scale S^T q."""
   sizes = _shapes.check(
-    q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), beta=(beta, "B HV"), g=(g, "B HV | B HV V"), state=(state, "B HV K V")
+    q=(q, "B H K"),
+    k=(k, "B H K"),
+    v=(v, "B HV V"),
+    beta=(beta, "B HV"),
+    g=(g, "B HV | B HV V"),
+    state=(state, "B HV K V"),
   )
   dtype = accumulation_dtype(q, k, v, beta, g, state)
   wide = _heads(sizes, dtype)
@@ -176,7 +181,9 @@ def mlstm_step(
     v=(v, "B HV V"), i=(i, "B HV"), f=(f, "B HV"), C=(C, "B HV K V"), n=(n, "B HV K"), m=(m, "B HV")
   )  # fmt: skip
   dtype = accumulation_dtype(q, k, v, i, f, C, n, m)
-  top, g, write = (x[:, 0] for x in mlstm.stabilise(i.astype(dtype)[:, None], f.astype(dtype)[:, None], m.astype(dtype), None))
+  top, g, write = (
+    x[:, 0] for x in mlstm.stabilise(i.astype(dtype)[:, None], f.astype(dtype)[:, None], m.astype(dtype), None)
+  )
   values = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1) * write[..., None]
   joined = mlstm.rescaled(jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m.astype(dtype), 1)
   joined, out = linear_attention_step(joined, q, k, values, g, scale=scale)

@@ -102,8 +102,7 @@ def _batch(args, dims, *, push, pull, known):
   along = [0 if d is not None else None for d in dims[:known]]
   args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
   moving = [
-    jnp.broadcast_to(x, (size, *x.shape)) if d is None else x
-    for x, d in zip(args[known:], dims[known:], strict=True)
+    jnp.broadcast_to(x, (size, *x.shape)) if d is None else x for x, d in zip(args[known:], dims[known:], strict=True)
   ]
 
   def mapped(function):
@@ -136,7 +135,11 @@ def join_batches(f: Callable, in_axes, out_axes) -> Callable:
   @g.def_vmap
   def batched(size, is_batched, *args):
     def joined(x, given, axis):
-      x = jnp.moveaxis(x, 0, axis) if given else jnp.broadcast_to(jnp.expand_dims(x, axis), _inserted(x.shape, size, axis))
+      x = (
+        jnp.moveaxis(x, 0, axis)
+        if given
+        else jnp.broadcast_to(jnp.expand_dims(x, axis), _inserted(x.shape, size, axis))
+      )
       return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
     def parted(x, axis):
