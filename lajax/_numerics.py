@@ -95,72 +95,86 @@ class Decay(NamedTuple):
   )
 
   def scores(
-    self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision, *, diagonal: bool, careful: bool = False
-  ) -> Float[Array, "C C"]:
-    """sum_c q_ic between(i, j)_c k_jc for j < i, and for j = i where `diagonal`; else 0. `careful`: to be inverted."""
+    self, readers: Float[Array, "C R K"], writers: Float[Array, "C W K"], precision, *, careful: bool = False
+  ) -> Float[Array, "C R C W"]:
+    """sum_c readers_irc between(i, j)_c writers_jwc for j <= i, else 0. `careful`: to be inverted."""
     product = functools.partial(_careful_matmul if careful else jnp.matmul, precision=precision)
+    (C, R, K), W = readers.shape, writers.shape[1]
     if not self.halves:
-      keep = jnp.tril(jnp.ones((len(q), len(q)), bool), 0 if diagonal else -1)
-      return jnp.where(keep, product(q, k.T) * self.between, 0)
-    blocks = (q * k).sum(-1)[:, None, None] if diagonal else jnp.zeros((len(q), 1, 1), q.dtype)
+      found = product(readers.reshape(-1, K), writers.reshape(-1, K).T).reshape(C, R, C, W)
+      return jnp.where(_lower(C, 0), found * self.between[:, None, :, None], 0)
+    blocks = (readers[:, :, None] * writers[:, None]).sum(-1)[:, None, :, None]  # [C/h h R h W]
     for n, (upto, after) in enumerate(self.halves):
-      later, earlier = _half(q, n, 1) * _half(upto, n, 1), _half(k, n, 0) * _half(after, n, 0)
-      corner = product(later, jnp.swapaxes(earlier, -1, -2))
-      pair = blocks.reshape(-1, 2, *blocks.shape[1:])
-      top = jnp.concatenate([pair[:, 0], jnp.zeros_like(corner)], axis=-1)
-      blocks = jnp.concatenate([top, jnp.concatenate([corner, pair[:, 1]], axis=-1)], axis=-2)
-    return blocks[0] * self.between
+      h = 2**n
+      later, earlier = _half(readers, n, 1) * _half(upto, n, 1), _half(writers, n, 0) * _half(after, n, 0)
+      corner = product(later.reshape(-1, h * R, K), jnp.swapaxes(earlier.reshape(-1, h * W, K), -1, -2))
+      corner, pair = corner.reshape(-1, h, R, h, W), blocks.reshape(-1, 2, h, R, h, W)
+      top = jnp.concatenate([pair[:, 0], jnp.zeros_like(corner)], axis=3)
+      blocks = jnp.concatenate([top, jnp.concatenate([corner, pair[:, 1]], axis=3)], axis=1)
+    return blocks[0] * self.between[:, None, :, None]
 
-  def scores_pullback(self, d: Float[Array, "C C"], q, k, precision):
-    """Cotangents of q and k from that of `scores` below the diagonal (what `d` holds elsewhere is not read)."""
-    d = jnp.where(jnp.tril(jnp.ones(d.shape, bool), -1), d * self.between, 0)
+  def scores_pullback(self, d: Float[Array, "C R C W"], readers, writers, precision):
+    """Cotangents of readers and writers from that of `scores` below the diagonal (what `d` holds elsewhere is not read)."""
+    (C, R, K), W = readers.shape, writers.shape[1]
+    product = functools.partial(jnp.matmul, precision=precision)
+    d = jnp.where(_lower(C, -1), d * self.between[:, None, :, None], 0)
     if not self.halves:
-      return jnp.matmul(d, k, precision=precision), jnp.matmul(transposed(d), q, precision=precision)
-    dq, dk, blocks = jnp.zeros_like(q), jnp.zeros_like(k), d[None]
-    inside = min(SUB, len(q))  # halves smaller than this are too small for products of their own: masked products of 16
+      d = d.reshape(C * R, C * W)
+      found = product(d, writers.reshape(-1, K)), product(transposed(d), readers.reshape(-1, K))
+      return found[0].reshape(readers.shape), found[1].reshape(writers.shape)
+    dreaders, dwriters, blocks = jnp.zeros_like(readers), jnp.zeros_like(writers), d[None]
+    inside = min(SUB, C)  # halves smaller than this are too small for products of their own: masked products of 16
     for n, (upto, after) in reversed(list(enumerate(self.halves))):
       h = 2**n
       if h < inside:
         continue
-      pair = blocks.reshape(-1, 2, h, 2, h)
-      corner = pair[:, 1, :, 0]
-      blocks = jnp.stack([pair[:, 0, :, 0], pair[:, 1, :, 1]], axis=1).reshape(-1, h, h)
+      pair = blocks.reshape(-1, 2, h, R, 2, h, W)
+      corner = pair[:, 1, :, :, 0].reshape(-1, h * R, h * W)
+      blocks = jnp.stack([pair[:, 0, :, :, 0], pair[:, 1, :, :, 1]], axis=1).reshape(-1, h, R, h, W)
       upto, after = _half(upto, n, 1), _half(after, n, 0)
-      later, earlier = _half(q, n, 1) * upto, _half(k, n, 0) * after
-      dq += _unhalf(jnp.matmul(corner, earlier, precision=precision) * upto, 1)
-      dk += _unhalf(jnp.matmul(jnp.swapaxes(corner, -1, -2), later, precision=precision) * after, 0)
+      later, earlier = _half(readers, n, 1) * upto, _half(writers, n, 0) * after
+      dlater = product(corner, earlier.reshape(-1, h * W, K)).reshape(later.shape) * upto
+      dearlier = product(jnp.swapaxes(corner, -1, -2), later.reshape(-1, h * R, K)).reshape(earlier.shape) * after
+      dreaders, dwriters = dreaders + _unhalf(dlater, 1), dwriters + _unhalf(dearlier, 0)
     i = jnp.arange(inside)
-    cut = lambda x: x.reshape(-1, inside, x.shape[-1])
-    blocks_t, (q, k, dq, dk) = transposed(blocks), map(cut, (q, k, dq, dk))
+    cut = lambda x: x.reshape(-1, inside, *x.shape[1:])
+    flat = lambda x: x.reshape(x.shape[0], -1, K)
+    squares = blocks.reshape(-1, inside * R, inside * W)
+    squares_t, readers, writers = transposed(squares), cut(readers), cut(writers)
     for n, (upto, after) in enumerate(self.halves[: inside.bit_length() - 1]):
       pairs = (i[:, None] // 2**n == i[None, :] // 2**n + 1) & (
         i[:, None] // 2 ** (n + 1) == i[None, :] // 2 ** (n + 1)
       )
-      upto, after = cut(upto), cut(after)
-      dq += jnp.matmul(jnp.where(pairs, blocks, 0), k * after, precision=precision) * upto
-      dk += jnp.matmul(jnp.where(pairs.T, blocks_t, 0), q * upto, precision=precision) * after
-    return lax.optimization_barrier((dq.reshape(d.shape[0], -1), dk.reshape(d.shape[0], -1)))
+      pairs = jnp.repeat(jnp.repeat(pairs, R, axis=0), W, axis=1)
+      upto, after = cut(upto)[:, :, None], cut(after)[:, :, None]
+      dlater = product(jnp.where(pairs, squares, 0), flat(writers * after)).reshape(readers.shape) * upto
+      dearlier = product(jnp.where(pairs.T, squares_t, 0), flat(readers * upto)).reshape(writers.shape) * after
+      dreaders, dwriters = dreaders + dlater.reshape(dreaders.shape), dwriters + dearlier.reshape(dwriters.shape)
+    return lax.optimization_barrier((dreaders, dwriters))
 
-  def scores_before(
-    self, q: Float[Array, "C K"], k: Float[Array, "C K"], precision, *, careful: bool = False
-  ) -> Float[Array, "C C"]:
-    """sum_c q_ic between(i - 1, j)_c k_jc for j < i, else 0: of queries that read before their own token's decay."""
-    return self._same(preceding(self.scores(following(q), k, precision, diagonal=True, careful=careful)))
+  def scores_before(self, readers, writers, precision, *, careful: bool = False) -> Float[Array, "C R C W"]:
+    """sum_c readers_irc between(i - 1, j)_c writers_jwc for j < i, else 0: reading before their own token's decay."""
+    return self.inside(preceding(self.scores(following(readers), writers, precision, careful=careful)))
 
-  def scores_before_pullback(self, d: Float[Array, "C C"], q, k, precision):
-    """Cotangents of q and k from that of `scores_before` where j < i - 1; between neighbours stands no decay."""
-    dq, dk = self.scores_pullback(following(self._same(d)), following(q), k, precision)
-    return preceding(dq), dk
+  def scores_before_pullback(self, d: Float[Array, "C R C W"], readers, writers, precision):
+    """Cotangents from that of `scores_before` where j < i - 1; between neighbours stands no decay."""
+    dreaders, dwriters = self.scores_pullback(following(self.inside(d)), following(readers), writers, precision)
+    return preceding(dreaders), dwriters
 
-  def neighbours(self, d: Float[Array, "C 1"]) -> Float[Array, "C 1"]:
+  def neighbours(self, d: Float[Array, "C ..."]) -> Float[Array, "C ..."]:
     """d of the pairs (i + 1, i), where both are of one segment."""
     if self.same is None:
       return d
     together = jnp.append(jnp.diagonal(self.same, -1), False)
-    return jnp.where(together[:, None], d, 0)
+    return jnp.where(together.reshape(-1, *(1,) * (d.ndim - 1)), d, 0)
 
-  def _same(self, scores: Float[Array, "C C"]) -> Float[Array, "C C"]:
-    return scores if self.same is None else jnp.where(self.same, scores, 0)
+  def inside(self, scores: Float[Array, "C R C W"]) -> Float[Array, "C R C W"]:
+    """Zeros between documents."""
+    return scores if self.same is None else jnp.where(self.same[:, None, :, None], scores, 0)
+
+
+def _lower(C: int, k: int) -> Bool[Array, "C 1 C 1"]:
+  return jnp.tril(jnp.ones((C, C), bool), k)[:, None, :, None]
 
 
 def following(x: Array) -> Array:
@@ -179,23 +193,25 @@ def _careful_matmul(a: Array, b: Array, precision) -> Array:
   What is inverted below needs it: where keys repeat and beta is 2, the error of one k . k enters every token alike, and T of
   them add up. One running sum of 64 float32 terms is wrong by up to 2e-7, this one by a quarter of that.
   """
-  part = -(-a.shape[-1] // 4)
-  cuts = range(0, a.shape[-1], part)
-  parts = [jnp.matmul(a[..., c : c + part], b[..., c : c + part, :], precision=precision) for c in cuts]
-  while len(parts) > 1:
-    parts = [functools.reduce(jnp.add, parts[i : i + 2]) for i in range(0, len(parts), 2)]
-  return parts[0]
+  parts = lambda x: jnp.moveaxis(_padded(x, 4).reshape(*x.shape[:-1], 4, -1), -2, 0)
+  return jnp.matmul(parts(a), jnp.swapaxes(parts(jnp.swapaxes(b, -1, -2)), -1, -2), precision=precision).sum(0)
 
 
-def _half(x: Array, n: int, which: int) -> Array:
-  """Of each aligned pair of halves of 2^n tokens, the earlier (0) or later (1): [C K] -> [C/2h h K]."""
-  return x.reshape(-1, 2, 2**n, x.shape[-1])[:, which]
+def _padded(x: Array, multiple: int) -> Array:
+  """x with zeros behind its last axis, up to a multiple."""
+  missing = -x.shape[-1] % multiple
+  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-def _unhalf(x: Array, which: int) -> Array:
+def _half(x: Array, n: int, which: int) -> Float[Array, "M h R K"]:
+  """Of each aligned pair of halves of h = 2^n tokens, the earlier (0) or later (1), of [C K] (R = 1) or [C R K]."""
+  return x.reshape(-1, 2, 2**n, x.shape[1] if x.ndim == 3 else 1, x.shape[-1])[:, which]
+
+
+def _unhalf(x: Float[Array, "M h R K"], which: int) -> Float[Array, "C R K"]:
   """The transpose of `_half`: zeros in the other halves."""
   pair = [x, jnp.zeros_like(x)] if which == 0 else [jnp.zeros_like(x), x]
-  return jnp.stack(pair, axis=1).reshape(-1, x.shape[-1])
+  return jnp.stack(pair, axis=1).reshape(-1, *x.shape[2:])
 
 
 def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:

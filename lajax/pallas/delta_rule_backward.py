@@ -42,10 +42,12 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("scores", False, True): Tiles(16, 32, 4, 1),
   ("scores", True, True): Tiles(16, 32, 4, 1),
   ("pairs", False, False): Tiles(16, 32, 8, 1),
-  ("pairs", True, False): Tiles(16, 16, 8, 2),
+  ("pairs", True, False): Tiles(16, 16, 8, 1),
+  ("pairs_narrow", True, False): Tiles(16, 16, 8, 2),
   ("pairs", False, True): Tiles(16, 32, 8, 1),
   ("pairs", True, True): Tiles(32, 32, 4, 1),
 }
+NARROW = 64  # the K up to which `pairs` of one decay a channel takes two stages: with one it spills on Hopper
 AXES = {
   "errors": Axes(True, False, False),
   "carry_back": Axes(False, False, True),
@@ -299,7 +301,8 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 def pairs(
   p: Plan, q, k, do, errors, dx, beta, g, runs, edges, dp, dm, kept, dkept
 ) -> tuple[Array, Array, Array | None]:
-  p = p.cut(TILES, "pairs")
+  narrow = p.K <= NARROW and p.gate == "channel" and p.dtype == jnp.bfloat16
+  p = p.cut(TILES, "pairs_narrow" if narrow else "pairs")
   blocks = specs(p, AXES["pairs"])
   grouped = p.HV > p.H
   tall = lambda dtype: jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32 if grouped else dtype)

@@ -51,31 +51,29 @@ def _read(before, after, x: Tokens):
 
 
 class _Solved(NamedTuple):
+  d: Decay
   P: Float[Array, "C C"]
   T: Float[Array, "C C"]
-  W: Float[Array, "C K"]
-  U: Float[Array, "C V"]
+  WU: Float[Array, "C KV"]
 
 
-def _inverse(x: Tokens, d: Decay, precision) -> tuple[Array, Array, Array]:
-  """T, W and U."""
-  T = unit_lower_inverse(d.scores(x.r, x.k, precision, diagonal=False, careful=True))
-  both = jnp.matmul(T, jnp.concatenate([x.r * d.head, x.u], axis=-1), precision=precision)
-  return T, both[:, : x.r.shape[-1]], both[:, x.r.shape[-1] :]
+def _solve(x: Tokens, masks: Masks | None, precision) -> _Solved:
+  """The decays, P, T, and W and U side by side."""
+  d = decay(x.g, len(x.k), x.k.dtype, masks)
+  scores = d.scores(jnp.stack([x.q, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
+  return _Solved(d, scores[:, 0], *_inverse(x, d, scores[:, 1], precision))
 
 
-def _solve(x: Tokens, d: Decay, precision) -> _Solved:
-  inverse = _inverse(x, d, precision)
-  return _Solved(d.scores(x.q, x.k, precision, diagonal=True), *inverse)
+def _inverse(x: Tokens, d: Decay, N: Float[Array, "C C"], precision) -> tuple[Array, Array]:
+  """T, and W and U side by side."""
+  T = unit_lower_inverse(jnp.tril(N, -1))
+  return T, jnp.matmul(T, jnp.concatenate([x.r * d.head, x.u], axis=-1), precision=precision)
 
 
 def _chunk(x: Tokens, masks: Masks | None, precision) -> Chunk:
-  d = decay(x.g, len(x.k), x.k.dtype, masks)
-  s = _solve(x, d, precision)
-  full = partial(jnp.matmul, precision=precision)
-  written = transposed(x.k * d.tail)
-  A = _diagonal(d.total, x.k) - full(written, s.W)
-  return Chunk(A, full(written, s.U), x.q * d.head - full(s.P, s.W), full(s.P, s.U))
+  s, K = _solve(x, masks, precision), x.k.shape[-1]
+  written, read = (jnp.matmul(y, s.WU, precision=precision) for y in (transposed(x.k * s.d.tail), s.P))
+  return Chunk(_diagonal(s.d.total, x.k) - written[:, :K], written[:, K:], x.q * s.d.head - read[:, :K], read[:, K:])
 
 
 def _diagonal(total: Array, k: Array) -> Array:
@@ -83,33 +81,30 @@ def _diagonal(total: Array, k: Array) -> Array:
 
 
 def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
-  d = decay(x.g, len(x.k), x.k.dtype, masks)
-  s = _solve(x, d, precision)
-  full = partial(jnp.matmul, precision=precision)
-  A = _diagonal(d.total, x.k) - full(transposed(x.k * d.tail), s.W)
-  return Affine(A, full(transposed(x.q * d.head - full(s.P, s.W)), do)), s
+  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
+  W = s.WU[:, : x.k.shape[-1]]
+  A = _diagonal(s.d.total, x.k) - full(transposed(x.k * s.d.tail), W)
+  return Affine(A, full(transposed(x.q * s.d.head - full(s.P, W)), do)), s
 
 
 def _pullback(
   x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision
 ) -> Tokens:
-  q, k, r = x.q, x.k, x.r
-  d = decay(x.g, len(k), k.dtype, masks)
+  q, k, r, d, (C, K) = x.q, x.k, x.r, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
-  values = kept.U - full(kept.W, state)
-  dvalues = full(transposed(kept.P), do) + full(k * d.tail, dstate)
-  du = full(transposed(kept.T), dvalues)
-  dq_pairs, dk_reads = d.scores_pullback(full(do, values.T), q, k, precision)
-  dr_pairs, dk_errors = d.scores_pullback(-full(du, values.T), r, k, precision)
-  dq_state, dr_state = full(do, state.T) * d.head, -full(du, state.T) * d.head
-  dk_pairs, dk_state = dk_reads + dk_errors, full(values, dstate.T) * d.tail
+  values = kept.WU[:, K:] - full(kept.WU[:, :K], state)
+  du = full(transposed(kept.T), full(transposed(kept.P), do) + full(k * d.tail, dstate))
+  readers, cotangents = jnp.stack([q, r], axis=1), jnp.stack([do, -du], axis=1).reshape(2 * C, -1)  # what reads gives
+  dscores = full(cotangents, values.T).reshape(C, 2, C, 1)
+  dreaders, dk_pairs = d.scores_pullback(dscores, readers, k[:, None], precision)
+  dreaders += full(cotangents, state.T).reshape(C, 2, K) * d.head[:, None]
+  dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.tail
   own = (do * values).sum(-1, keepdims=True)
-  dq, dr = dq_pairs + dq_state, dr_pairs + dr_state
   dg = None
   if x.g is not None:
     total = d.total * (state * dstate).sum(-1)
-    dg = gate_pullback(x.g, q * dq + r * dr, k * dk_pairs, k * dk_state, total)
-  return Tokens(dq + own * k, dk_pairs + dk_state + own * q, dr, du, dg)
+    dg = gate_pullback(x.g, (readers * dreaders).sum(1), k * dk_pairs, k * dk_state, total)
+  return Tokens(dreaders[:, 0] + own * k, dk_pairs + dk_state + own * q, dreaders[:, 1], du, dg)
 
 
 rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback)
@@ -136,61 +131,65 @@ class _Reads(NamedTuple):
 
   q: Float[Array, "C V"]
   k: Float[Array, "C K"]
-  W: Float[Array, "C K"]
-  U: Float[Array, "C V"]
+  WU: Float[Array, "C KV"]
   decay: Decay
 
 
 def _chunk_by_rows(x: Tokens, masks: Masks | None, precision) -> Chunk:
-  d = decay(x.g, len(x.k), x.k.dtype, masks)
-  _, W, U = _inverse(x, d, precision)
-  written = transposed(x.k * d.tail)
-  full = partial(jnp.matmul, precision=precision)
-  A = _diagonal(d.total, x.k) - full(written, W)
-  return Chunk(A, full(written, U), _Reads(x.q, x.k, W, U, d), jnp.zeros_like(x.k))
+  d, K = decay(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
+  scores = d.scores(x.r[:, None], x.k[:, None], precision, careful=True)
+  _, WU = _inverse(x, d, scores[:, 0, :, 0], precision)
+  written = jnp.matmul(transposed(x.k * d.tail), WU, precision=precision)
+  A, B = _diagonal(d.total, x.k) - written[:, :K], written[:, K:]
+  return Chunk(A, B, _Reads(x.q, x.k, WU, d), jnp.zeros_like(x.k))
 
 
 def _respond_by_rows(x: _Reads, state: Array, precision) -> Array:
-  full = partial(jnp.matmul, precision=precision)
-  scores = full(x.q, (x.U - full(x.W, state)).T)
+  full, K = partial(jnp.matmul, precision=precision), x.k.shape[-1]
+  scores = full(x.q, (x.WU[:, K:] - full(x.WU[:, :K], state)).T)
   own = jnp.diagonal(scores)[:, None] * x.k
-  return full(x.q, state.T) * x.decay.head + x.decay.scores_pullback(scores, x.k, x.k, precision)[0] + own
+  pairs, _ = x.decay.scores_pullback(scores[:, None, :, None], x.k[:, None], x.k[:, None], precision)
+  return full(x.q, state.T) * x.decay.head + pairs[:, 0] + own
+
+
+class _SolvedByRows(NamedTuple):
+  d: Decay
+  T: Float[Array, "C C"]
+  WU: Float[Array, "C KV"]
+  dscores: Float[Array, "C C"]
+  dvalues: Float[Array, "C V"]
 
 
 def _begin_pullback_by_rows(x: Tokens, masks: Masks | None, do: Array, precision):
-  d = decay(x.g, len(x.k), x.k.dtype, masks)
+  d, K = decay(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
   full = partial(jnp.matmul, precision=precision)
-  solved = _inverse(x, d, precision)
-  _, W, _ = solved
-  dscores = d.scores(do, x.k, precision, diagonal=True)
+  scores = d.scores(jnp.stack([do, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
+  dscores, (T, WU) = scores[:, 0], _inverse(x, d, scores[:, 1], precision)
   dvalues = full(transposed(dscores), x.q)
-  A = _diagonal(d.total, x.k) - full(transposed(x.k * d.tail), W)
-  D = full(transposed(do * d.head), x.q) - full(transposed(W), dvalues)
-  return Affine(A, D), (*solved, dscores, dvalues)
+  A = _diagonal(d.total, x.k) - full(transposed(x.k * d.tail), WU[:, :K])
+  D = full(transposed(do * d.head), x.q) - full(transposed(WU[:, :K]), dvalues)
+  return Affine(A, D), _SolvedByRows(d, T, WU, dscores, dvalues)
 
 
 def _pullback_by_rows(
-  x: Tokens, masks: Masks | None, kept, state: Array, dstate: Array, do: Array, precision
+  x: Tokens, masks: Masks | None, kept: _SolvedByRows, state: Array, dstate: Array, do: Array, precision
 ) -> Tokens:
-  T, W, U, dscores, dvalues = kept
-  q, k, r = x.q, x.k, x.r
-  d = decay(x.g, len(k), k.dtype, masks)
+  q, k, d, (C, K) = x.q, x.k, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
-  values = U - full(W, state)
-  scores = full(q, values.T)
-  reads, dk_reads = d.scores_pullback(scores, do, k, precision)
-  reads += full(q, state.T) * d.head
-  du = full(transposed(T), dvalues + full(k * d.tail, dstate))
-  dr, dk_errors = d.scores_pullback(-full(du, values.T), r, k, precision)
-  dr -= full(du, state.T) * d.head
-  dk_state = full(values, dstate.T) * d.tail
-  dk_pairs = dk_reads + dk_errors
+  values = kept.WU[:, K:] - full(kept.WU[:, :K], state)
+  du = full(transposed(kept.T), kept.dvalues + full(k * d.tail, dstate))
+  readers, seen = jnp.stack([do, x.r], axis=1), jnp.stack([q, -du], axis=1).reshape(2 * C, -1)
+  scores = full(seen, values.T).reshape(C, 2, C, 1)
+  found, dk_pairs = d.scores_pullback(scores, readers, k[:, None], precision)
+  found += full(seen, state.T).reshape(C, 2, K) * d.head[:, None]
+  dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.tail
   dg = None
   if x.g is not None:
     total = d.total * (state * dstate).sum(-1)
-    dg = gate_pullback(x.g, do * reads + r * dr, k * dk_pairs, k * dk_state, total)
-  dq = full(dscores, values) + full(do * d.head, state)
-  return Tokens(dq, dk_pairs + dk_state + jnp.diagonal(scores)[:, None] * do, dr, du, dg)
+    dg = gate_pullback(x.g, (readers * found).sum(1), k * dk_pairs, k * dk_state, total)
+  dq = full(kept.dscores, values) + full(do * d.head, state)
+  own = jnp.diagonal(scores[:, 0, :, 0])[:, None]
+  return Tokens(dq, dk_pairs + dk_state + own * do, found[:, 1], du, dg)
 
 
 by_rows = Rule(

@@ -50,76 +50,83 @@ def _read(before, after, x: Tokens):
 
 
 class _Solved(NamedTuple):
+  d: Decay
   T: Float[Array, "C C"]
   N_ak: Float[Array, "C C"]
-  P_b: Float[Array, "C C"]
-  P_k: Float[Array, "C C"]
-  W: Float[Array, "C K"]
-  U: Float[Array, "C V"]
+  P: Float[Array, "C C 2"]  # P_b and P_k
+  WU: Float[Array, "C KV"]
 
 
-def _solve(x: Tokens, d: Decay, precision) -> _Solved:
+def _solve(x: Tokens, masks: Masks | None, precision) -> _Solved:
+  """The decays, all scores, T, and W and U side by side."""
+  d = decay(x.g, len(x.k), x.k.dtype, masks)
   full = partial(jnp.matmul, precision=precision)
-  N_ab, N_ak = d.scores_before(x.a, x.b, precision, careful=True), d.scores_before(x.a, x.k, precision)
-  P_b, P_k = (d.scores(x.q, y, precision, diagonal=True) for y in (x.b, x.k))
-  T = unit_lower_inverse(-N_ab, precision)
-  both = full(T, jnp.concatenate([x.a * d.before, full(N_ak, x.v)], axis=-1))
-  return _Solved(T, N_ak, P_b, P_k, both[:, : x.a.shape[-1]], both[:, x.a.shape[-1] :])
+  scores = d.scores(_readers(x), _writers(x), precision, careful=True)
+  N = d.inside(preceding(scores[:, 1:]))[:, 0]
+  T = unit_lower_inverse(-N[..., 0], precision)
+  WU = full(T, jnp.concatenate([x.a * d.before, full(N[..., 1], x.v)], axis=-1))
+  return _Solved(d, T, N[..., 1], scores[:, 0], WU)
+
+
+def _readers(x: Tokens) -> Float[Array, "C 2 K"]:
+  """What a reads before its token's decay, it would read one token earlier after that one's."""
+  return jnp.stack([x.q, following(x.a)], axis=1)
+
+
+def _writers(x: Tokens) -> Float[Array, "C 2 K"]:
+  return jnp.stack([x.b, x.k], axis=1)
 
 
 def _chunk(x: Tokens, masks: Masks | None, precision) -> Chunk:
-  d = decay(x.g, len(x.k), x.k.dtype, masks)
-  s, full = _solve(x, d, precision), partial(jnp.matmul, precision=precision)
-  written = transposed(x.b * d.tail)
-  A = jnp.diag(jnp.broadcast_to(d.total, x.k.shape[-1:])) + full(written, s.W)
-  B = full(written, s.U) + full(transposed(x.k * d.tail), x.v)
-  return Chunk(A, B, x.q * d.head + full(s.P_b, s.W), full(s.P_b, s.U) + full(s.P_k, x.v))
+  s, full, K = _solve(x, masks, precision), partial(jnp.matmul, precision=precision), x.k.shape[-1]
+  written, read = full(transposed(x.b * s.d.tail), s.WU), full(s.P[..., 0], s.WU)
+  B = written[:, K:] + full(transposed(x.k * s.d.tail), x.v)
+  return Chunk(
+    _diagonal(s.d, x) + written[:, :K], B, x.q * s.d.head + read[:, :K], read[:, K:] + full(s.P[..., 1], x.v)
+  )
+
+
+def _diagonal(d: Decay, x: Tokens) -> Array:
+  return jnp.diag(jnp.broadcast_to(d.total, x.k.shape[-1:]))
 
 
 def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
-  d = decay(x.g, len(x.k), x.k.dtype, masks)
-  s, full = _solve(x, d, precision), partial(jnp.matmul, precision=precision)
-  A = jnp.diag(jnp.broadcast_to(d.total, x.k.shape[-1:])) + full(transposed(x.b * d.tail), s.W)
-  return Affine(A, full(transposed(x.q * d.head + full(s.P_b, s.W)), do)), s
+  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
+  W = s.WU[:, : x.k.shape[-1]]
+  A = _diagonal(s.d, x) + full(transposed(x.b * s.d.tail), W)
+  return Affine(A, full(transposed(x.q * s.d.head + full(s.P[..., 0], W)), do)), s
 
 
 def _pullback(
   x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision
 ) -> Tokens:
-  q, k, v, a, b = x.q, x.k, x.v, x.a, x.b
-  d = decay(x.g, len(k), k.dtype, masks)
+  d, (C, K) = kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
-  w = full(kept.W, state) + kept.U
-  dz = full(transposed(kept.T), full(transposed(kept.P_b), do) + full(b * d.tail, dstate))
-  dv = full(transposed(kept.P_k), do) + full(k * d.tail, dstate) + full(transposed(kept.N_ak), dz)
-  dq_b, db_q = d.scores_pullback(full(do, w.T), q, b, precision)
-  dq_k, dk_q = d.scores_pullback(full(do, v.T), q, k, precision)
-  dN_ab, dN_ak = full(dz, w.T), full(dz, v.T)
-  (da_b, db_a), (da_k, dk_a) = (
-    d.scores_before_pullback(dN_ab, a, b, precision),
-    d.scores_before_pullback(dN_ak, a, k, precision),
-  )
-  dq_state, da_state = full(do, state.T) * d.head, full(dz, state.T) * d.before
-  db_state, dk_state = full(w, dstate.T) * d.tail, full(v, dstate.T) * d.tail
-  at = lambda x, y: (x * y).sum(-1, keepdims=True)  # the scores' cotangents where no decay stands between
-  own_b, own_k = at(do, w), at(do, v)
-  next_b, next_k = d.neighbours(at(following(dz), w)), d.neighbours(at(following(dz), v))
-  dq, da = dq_b + dq_k + dq_state, da_b + da_k
-  dk_pairs, db_pairs = dk_q + dk_a, db_q + db_a
+  readers, writers = _readers(x), _writers(x)
+  w = full(kept.WU[:, :K], state) + kept.WU[:, K:]
+  dwritten = full(transposed(kept.P.reshape(C, 2 * C)), do)
+  dwritten = (dwritten + full((writers * d.tail[:, None]).reshape(2 * C, K), dstate)).reshape(C, 2, -1)
+  dz = full(transposed(kept.T), dwritten[:, 0])
+  dv = dwritten[:, 1] + full(transposed(kept.N_ak), dz)
+  reads, written = jnp.stack([do, dz], axis=1).reshape(2 * C, -1), jnp.stack([w, x.v], axis=1).reshape(2 * C, -1)
+  dscores = full(reads, written.T).reshape(C, 2, C, 2)
+  dscores = jnp.concatenate([dscores[:, :1], following(d.inside(dscores[:, 1:]))], axis=1)
+  dreaders, dwriters = d.scores_pullback(dscores, readers, writers, precision)
+  from_state = full(reads, state.T).reshape(C, 2, K)
+  dq, da = dreaders[:, 0] + from_state[:, 0] * d.head, preceding(dreaders[:, 1]) + from_state[:, 1] * d.before
+  to_state = full(written, dstate.T).reshape(C, 2, K) * d.tail[:, None]
   dg = None
   if x.g is not None:
     total = d.total * (state * dstate).sum(-1)
-    ahead = q * dq + following(a * (da + da_state))
-    dg = gate_pullback(x.g, ahead, k * dk_pairs + b * db_pairs, k * dk_state + b * db_state, total)
-  beside = preceding(next_b * b + next_k * k)
-  return Tokens(
-    dq + own_b * b + own_k * k,
-    dk_pairs + dk_state + own_k * q + next_k * following(a),
-    dv,
-    da + da_state + beside,
-    db_pairs + db_state + own_b * q + next_b * following(a),
-    dg,
-  )
+    ahead = x.q * dq + following(x.a * da)
+    dg = gate_pullback(x.g, ahead, (writers * dwriters).sum(1), (writers * to_state).sum(1), total)
+  # The scores between which no decay stands: of q with its own token, and of a with the one before.
+  at = lambda y, z: (y[:, None] * z.reshape(C, 2, -1)).sum(-1)[..., None]
+  own, neighbour = at(do, written), d.neighbours(at(following(dz), written))
+  dq += (own * writers).sum(1)
+  da += preceding((neighbour * writers).sum(1))
+  dwriters += to_state + own * x.q[:, None] + neighbour * following(x.a)[:, None]
+  return Tokens(dq, dwriters[:, 1], dv, da, dwriters[:, 0], dg)
 
 
 rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback)

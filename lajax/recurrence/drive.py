@@ -7,6 +7,7 @@ Layouts: `tokens` is the family's NamedTuple of arrays [B T H ..] (queries and k
 None; the state is [B HV K V]; outputs are [B T HV V]. Inside, the HV = H G value heads are two axes, H and G.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -243,12 +244,17 @@ def chunked(rule: Rule, tokens, state: Array, runs: Array | None = None, *, chun
   if missing:
     tokens = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)), tokens)
     runs = None if runs is None else jnp.pad(runs, [(0, 0), (0, missing)], mode="edge")
+  o, state = _swept(rule, plan, precision)((tokens, state), runs)
+  return o[:, :T], state
+
+
+@functools.lru_cache(maxsize=1024)
+def _swept(rule: Rule, plan: "_Plan", precision) -> Callable:
+  """(tokens, state), runs -> o, state, differentiable. One function for each plan: JAX traces its forward pass once."""
   sweep = _Sweep(rule, plan, precision)
   # A vmap of the caller's joins the batch, or the rows of the kept states [blocks M R ..].
-  keeping = join_batches(sweep.forward_keeping, (0, 0), (0, 2))
-  pullback = join_batches(sweep.pullback, (0, 0, 2, 0), 0)
-  o, state = differentiable(keeping, sweep.forward, pullback)((tokens, state), runs)
-  return o[:, :T], state
+  keeping = jax.jit(join_batches(sweep.forward_keeping, (0, 0), (0, 2)))
+  return differentiable(keeping, sweep.forward, join_batches(sweep.pullback, (0, 0, 2, 0), 0))
 
 
 class _Plan(NamedTuple):

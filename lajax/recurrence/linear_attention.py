@@ -55,7 +55,8 @@ def _read_before(before, after, x: Tokens):
 
 
 def _scores(before: bool, d: Decay, x: Tokens, precision) -> Array:
-  return d.scores_before(x.q, x.k, precision) if before else d.scores(x.q, x.k, precision, diagonal=True)
+  scores = d.scores_before if before else d.scores
+  return scores(x.q[:, None], x.k[:, None], precision)[:, 0, :, 0]
 
 
 def _reads(before: bool, d: Decay, x: Tokens) -> Array:
@@ -72,24 +73,23 @@ def _chunk(before: bool, x: Tokens, masks: Masks | None, precision) -> Chunk:
 
 def _begin_pullback(before: bool, x: Tokens, masks: Masks | None, do: Array, precision):
   d = decay(x.g, len(x.k), x.k.dtype, masks)
-  return Affine(d.total, jnp.matmul(transposed(_reads(before, d, x)), do, precision=precision)), ()
+  return Affine(d.total, jnp.matmul(transposed(_reads(before, d, x)), do, precision=precision)), d
 
 
-def _pullback(before: bool, x: Tokens, masks: Masks | None, kept, state, dstate, do: Array, precision) -> Tokens:
+def _pullback(before: bool, x: Tokens, masks: Masks | None, d: Decay, state, dstate, do: Array, precision) -> Tokens:
   q, k, v = x.q, x.k, x.v
-  d = decay(x.g, len(k), k.dtype, masks)
   full = partial(jnp.matmul, precision=precision)
-  dscores = full(do, v.T)
+  dscores = full(do, v.T)[:, None, :, None]
   dk_state = full(v, dstate.T) * d.tail
   dv = full(transposed(_scores(before, d, x, precision)), do) + full(k * d.tail, dstate)
   # The pairs between which no decay stands are apart: a token with itself, or with the one that reads before the next.
   if before:
-    dq, dk = d.scores_before_pullback(dscores, q, k, precision)
+    dq, dk = (y[:, 0] for y in d.scores_before_pullback(dscores, q[:, None], k[:, None], precision))
     dq += full(do, state.T) * d.before
     own = d.neighbours((following(do) * v).sum(-1, keepdims=True))
     ahead, dq_own, dk_own = following(q * dq), preceding(own * k), own * following(q)
   else:
-    dq, dk = d.scores_pullback(dscores, q, k, precision)
+    dq, dk = (y[:, 0] for y in d.scores_pullback(dscores, q[:, None], k[:, None], precision))
     dq += full(do, state.T) * d.head
     own = (do * v).sum(-1, keepdims=True)
     ahead, dq_own, dk_own = q * dq, own * k, own * q

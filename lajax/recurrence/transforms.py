@@ -45,7 +45,7 @@ def _linear_map(push, pull, known, tangents, outputs):
   """The linear map t -> push(known, t), whose transpose is ct -> pull(known, ct)."""
   known_leaves, known_tree = jax.tree.flatten(known)
   tangent_leaves, tangent_tree = jax.tree.flatten(tangents)
-  _, output_tree = jax.tree.flatten(outputs)
+  output_leaves, output_tree = jax.tree.flatten(outputs)
 
   def flat(function, tree):
     def call(*args):
@@ -55,24 +55,25 @@ def _linear_map(push, pull, known, tangents, outputs):
     return call
 
   out = linear_map_p.bind(
-    *known_leaves, *tangent_leaves, push=flat(push, tangent_tree), pull=flat(pull, output_tree), known=len(known_leaves)
-  )
+    *known_leaves, *tangent_leaves, push=flat(push, tangent_tree), pull=flat(pull, output_tree), known=len(known_leaves),
+    results=tuple(map(jax.typeof, output_leaves)),
+  )  # fmt: skip
   return jax.tree.unflatten(output_tree, out)
 
 
 @linear_map_p.def_impl
-def _impl(*args, push, pull, known):
+def _impl(*args, push, pull, known, results):
   return push(*args)
 
 
 @linear_map_p.def_abstract_eval
-def _abstract_eval(*avals, push, pull, known):
-  closed, _ = jax.make_jaxpr(push, return_shape=True)(*avals)
-  return closed.out_avals
+def _abstract_eval(*avals, push, pull, known, results):
+  """`results` are the types of what `push` gives; None where it must be traced to know."""
+  return jax.make_jaxpr(push)(*avals).out_avals if results is None else results
 
 
-def _jvp(primals, tangents, *, push, pull, known):
-  bind = functools.partial(linear_map_p.bind, push=push, pull=pull, known=known)
+def _jvp(primals, tangents, *, push, pull, known, results):
+  bind = functools.partial(linear_map_p.bind, push=push, pull=pull, known=known, results=results)
   moving = map(ad.instantiate_zeros, tangents[known:])
   return bind(*primals), bind(*primals[:known], *moving)
 
@@ -90,14 +91,15 @@ def _once_jvp(primals, tangents):
   )
 
 
-def _transpose(cotangents, *args, push, pull, known):
+def _transpose(cotangents, *args, push, pull, known, results):
   cotangents = map(ad.instantiate_zeros, cotangents)
-  found = linear_map_p.bind(*args[:known], *cotangents, push=pull, pull=push, known=known)
+  moving = tuple(x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in args[known:])
+  found = linear_map_p.bind(*args[:known], *cotangents, push=pull, pull=push, known=known, results=moving)
   wanted = [x if ad.is_undefined_primal(arg) else None for arg, x in zip(args[known:], found, strict=True)]
   return [None] * known + wanted
 
 
-def _batch(args, dims, *, push, pull, known):
+def _batch(args, dims, *, push, pull, known, results):
   size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
   along = [0 if d is not None else None for d in dims[:known]]
   args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
@@ -111,7 +113,7 @@ def _batch(args, dims, *, push, pull, known):
 
     return call
 
-  out = linear_map_p.bind(*args[:known], *moving, push=mapped(push), pull=mapped(pull), known=known)
+  out = linear_map_p.bind(*args[:known], *moving, push=mapped(push), pull=mapped(pull), known=known, results=None)
   return out, [0] * len(out)
 
 
@@ -119,7 +121,7 @@ ad.primitive_jvps[linear_map_p] = _jvp
 ad.primitive_transposes[linear_map_p] = _transpose
 batching.primitive_batchers[linear_map_p] = _batch
 mlir.register_lowering(
-  linear_map_p, mlir.lower_fun(lambda *args, push, pull, known: push(*args), multiple_results=True)
+  linear_map_p, mlir.lower_fun(lambda *args, push, pull, known, results: push(*args), multiple_results=True)
 )
 
 
