@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -32,7 +33,7 @@ def l2_normalize(x: Float[Array, "... D"], eps: float = 1e-6) -> Float[Array, ".
   return (wide * lax.rsqrt((wide * wide).sum(-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-def alike(x: Array, *others) -> Array:
+def alike(x, *others) -> Array:
   """x, varying over the mesh axes that `others` vary over: what the first carry of a loop under `jax.shard_map` must do."""
   for other in jax.tree.leaves(others):
     x = lax.select(jnp.broadcast_to(other[(0,) * other.ndim] == 0, x.shape), x, x)
@@ -45,6 +46,11 @@ def alike(x: Array, *others) -> Array:
 def transposed(x: Array) -> Array:
   """x with its last two axes exchanged, laid out so: XLA's CPU products are slow where the left operand is transposed."""
   return lax.optimization_barrier(jnp.swapaxes(x, -1, -2))
+
+
+def diagonal(x: Array, size: int) -> Float[Array, "K K"]:
+  """Diag(x), of [K] numbers, or of one for all."""
+  return jnp.where(np.eye(size, dtype=bool), x, jnp.zeros((), x.dtype))
 
 
 # --- decays ----------------------------------------------------------------------------------------------------------
@@ -136,20 +142,19 @@ class Decay(NamedTuple):
       dlater = product(corner, earlier.reshape(-1, h * W, K)).reshape(later.shape) * upto
       dearlier = product(jnp.swapaxes(corner, -1, -2), later.reshape(-1, h * R, K)).reshape(earlier.shape) * after
       dreaders, dwriters = dreaders + _unhalf(dlater, 1), dwriters + _unhalf(dearlier, 0)
-    i = jnp.arange(inside)
+    # Those of all sizes at once: [levels M 16 ..], M = C / 16.
+    levels = inside.bit_length() - 1
     cut = lambda x: x.reshape(-1, inside, *x.shape[1:])
-    flat = lambda x: x.reshape(x.shape[0], -1, K)
+    flat = lambda x: x.reshape(*x.shape[:-3], -1, K)
+    upto, after = (jnp.stack([cut(half[n])[..., None, :] for half in self.halves[:levels]]) for n in (0, 1))
+    keep = np.repeat(np.repeat(_pairs_of_halves(levels), R, axis=1), W, axis=2)[:, None]
     squares = blocks.reshape(-1, inside * R, inside * W)
-    squares_t, readers, writers = transposed(squares), cut(readers), cut(writers)
-    for n, (upto, after) in enumerate(self.halves[: inside.bit_length() - 1]):
-      pairs = (i[:, None] // 2**n == i[None, :] // 2**n + 1) & (
-        i[:, None] // 2 ** (n + 1) == i[None, :] // 2 ** (n + 1)
-      )
-      pairs = jnp.repeat(jnp.repeat(pairs, R, axis=0), W, axis=1)
-      upto, after = cut(upto)[:, :, None], cut(after)[:, :, None]
-      dlater = product(jnp.where(pairs, squares, 0), flat(writers * after)).reshape(readers.shape) * upto
-      dearlier = product(jnp.where(pairs.T, squares_t, 0), flat(readers * upto)).reshape(writers.shape) * after
-      dreaders, dwriters = dreaders + dlater.reshape(dreaders.shape), dwriters + dearlier.reshape(dwriters.shape)
+    readers, writers = cut(readers), cut(writers)
+    dlater = product(jnp.where(keep, squares, 0), flat(writers * after)).reshape(levels, *readers.shape)
+    keep, squares = np.swapaxes(keep, -1, -2), transposed(squares)
+    dearlier = product(jnp.where(keep, squares, 0), flat(readers * upto)).reshape(levels, *writers.shape)
+    dreaders += (dlater * upto).sum(0).reshape(dreaders.shape)
+    dwriters += (dearlier * after).sum(0).reshape(dwriters.shape)
     return lax.optimization_barrier((dreaders, dwriters))
 
   def scores_before(self, readers, writers, precision, *, careful: bool = False) -> Float[Array, "C R C W"]:
@@ -173,8 +178,18 @@ class Decay(NamedTuple):
     return scores if self.same is None else jnp.where(self.same[:, None, :, None], scores, 0)
 
 
-def _lower(C: int, k: int) -> Bool[Array, "C 1 C 1"]:
-  return jnp.tril(jnp.ones((C, C), bool), k)[:, None, :, None]
+# Masks are made here, not by operations of the program, which would have to be compiled.
+
+
+def _lower(C: int, k: int) -> Bool[np.ndarray, "C 1 C 1"]:
+  return np.tri(C, k=k, dtype=bool)[:, None, :, None]
+
+
+def _pairs_of_halves(levels: int) -> Bool[np.ndarray, "levels L L"]:
+  """Of L = 2^levels tokens, the pairs (i in the later half, j in the earlier one) of aligned blocks of 2, 4, .. L."""
+  i, h = np.arange(2**levels), 2 ** np.arange(levels)[:, None, None]
+  row, column = i[:, None], i[None, :]
+  return (row // h == column // h + 1) & (row // (2 * h) == column // (2 * h))
 
 
 def following(x: Array) -> Array:
@@ -237,9 +252,8 @@ def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
 
 def _decay_per_head(g: Float[Array, "C"]) -> tuple[Array, Array, Array]:
   """between(i, j) = exp(sum of g over j < l <= i), each sum formed as a sum of its own interval; head; tail."""
-  n = jnp.arange(len(g))
-  lower = (n[:, None] >= n[None, :]).astype(g.dtype)
-  terms = jnp.where(n[:, None] > n[None, :], g[:, None], 0)
+  lower = np.tri(len(g), dtype=g.dtype)
+  terms = jnp.where(np.tri(len(g), k=-1, dtype=bool), g[:, None], 0)
   between = jnp.where(lower > 0, jnp.exp(_sums(lower, terms)), 0)
   head = jnp.exp(_sums(lower, g[:, None]))
   return between, head, between[-1][:, None]
@@ -276,12 +290,13 @@ def gate_pullback(
     after: tail(j), by j.
     total: the whole chunk.
   """
+  pairs, C = jnp.stack([ahead - behind, after]), len(g)
   if g.ndim == 1:
-    ahead, behind, after, total = (x.sum(-1, keepdims=True) for x in (ahead, behind, after, total))
-  n = jnp.arange(len(g))
-  sums = lambda mask, x: jnp.matmul(alike(mask.astype(g.dtype), x), x, precision=lax.Precision.HIGHEST)
-  earlier, later = n[:, None] > n[None, :], n[:, None] <= n[None, :]
-  dg = (sums(later, ahead - behind) + sums(earlier, after) + total).reshape(g.shape)
+    pairs, total = pairs.sum(-1, keepdims=True), total.sum()
+  later, earlier = np.triu(np.ones((C, C), g.dtype)), np.tri(C, k=-1, dtype=g.dtype)
+  mask = alike(np.concatenate([later, earlier], axis=1), pairs)
+  dg = jnp.matmul(mask, pairs.reshape(2 * C, -1), precision=lax.Precision.HIGHEST)
+  dg = dg.reshape(g.shape) + total
   # Behind a token that forgets all, terms of later tokens cancel to nothing, up to their rounding; a caller's d(-exp x) would
   # multiply that by g.
   return jnp.where(jnp.exp(g) > 0, dg, 0)
@@ -300,13 +315,12 @@ def unit_lower_inverse(n: Float[Array, "C C"], precision=lax.Precision.HIGHEST) 
   C = len(n)
   size = min(SUB, C)
   blocks = _diagonal_blocks(n, size)
-  row = jnp.arange(size)
 
   def eliminate(c, x):
     column = lax.dynamic_slice_in_dim(blocks, c, 1, axis=2)  # zero at and above the diagonal
     return x - column * lax.dynamic_slice_in_dim(x, c, 1, axis=1)
 
-  eye = jnp.broadcast_to((row[:, None] == row[None, :]).astype(n.dtype), blocks.shape)
+  eye = jnp.broadcast_to(jnp.asarray(np.eye(size, dtype=n.dtype)), blocks.shape)
   x = lax.fori_loop(0, size - 1, eliminate, alike(eye, n))
   while size < C:
     pair = x.reshape(-1, 2, size, size)
@@ -319,5 +333,4 @@ def unit_lower_inverse(n: Float[Array, "C C"], precision=lax.Precision.HIGHEST) 
 
 
 def _diagonal_blocks(x: Float[Array, "C C"], size: int) -> Float[Array, "N S S"]:
-  blocks = x.reshape(len(x) // size, size, len(x) // size, size)
-  return jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)
+  return jnp.stack([x[n : n + size, n : n + size] for n in range(0, len(x), size)])

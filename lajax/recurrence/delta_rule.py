@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lajax._numerics import Decay, Masks, decay, gate_pullback, transposed, unit_lower_inverse
+from lajax._numerics import Decay, Masks, decay, diagonal, gate_pullback, transposed, unit_lower_inverse
 from lajax.recurrence.drive import Affine, Chunk, Rule
 from lajax.recurrence.linear_attention import decay_state, token_decay
 
@@ -73,17 +73,13 @@ def _inverse(x: Tokens, d: Decay, N: Float[Array, "C C"], precision) -> tuple[Ar
 def _chunk(x: Tokens, masks: Masks | None, precision) -> Chunk:
   s, K = _solve(x, masks, precision), x.k.shape[-1]
   written, read = (jnp.matmul(y, s.WU, precision=precision) for y in (transposed(x.k * s.d.tail), s.P))
-  return Chunk(_diagonal(s.d.total, x.k) - written[:, :K], written[:, K:], x.q * s.d.head - read[:, :K], read[:, K:])
-
-
-def _diagonal(total: Array, k: Array) -> Array:
-  return jnp.diag(jnp.broadcast_to(total, k.shape[-1:]))
+  return Chunk(diagonal(s.d.total, K) - written[:, :K], written[:, K:], x.q * s.d.head - read[:, :K], read[:, K:])
 
 
 def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
-  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
-  W = s.WU[:, : x.k.shape[-1]]
-  A = _diagonal(s.d.total, x.k) - full(transposed(x.k * s.d.tail), W)
+  s, full, K = _solve(x, masks, precision), partial(jnp.matmul, precision=precision), x.k.shape[-1]
+  W = s.WU[:, :K]
+  A = diagonal(s.d.total, K) - full(transposed(x.k * s.d.tail), W)
   return Affine(A, full(transposed(x.q * s.d.head - full(s.P, W)), do)), s
 
 
@@ -140,7 +136,7 @@ def _chunk_by_rows(x: Tokens, masks: Masks | None, precision) -> Chunk:
   scores = d.scores(x.r[:, None], x.k[:, None], precision, careful=True)
   _, WU = _inverse(x, d, scores[:, 0, :, 0], precision)
   written = jnp.matmul(transposed(x.k * d.tail), WU, precision=precision)
-  A, B = _diagonal(d.total, x.k) - written[:, :K], written[:, K:]
+  A, B = diagonal(d.total, K) - written[:, :K], written[:, K:]
   return Chunk(A, B, _Reads(x.q, x.k, WU, d), jnp.zeros_like(x.k))
 
 
@@ -166,7 +162,7 @@ def _begin_pullback_by_rows(x: Tokens, masks: Masks | None, do: Array, precision
   scores = d.scores(jnp.stack([do, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
   dscores, (T, WU) = scores[:, 0], _inverse(x, d, scores[:, 1], precision)
   dvalues = full(transposed(dscores), x.q)
-  A = _diagonal(d.total, x.k) - full(transposed(x.k * d.tail), WU[:, :K])
+  A = diagonal(d.total, K) - full(transposed(x.k * d.tail), WU[:, :K])
   D = full(transposed(do * d.head), x.q) - full(transposed(WU[:, :K]), dvalues)
   return Affine(A, D), _SolvedByRows(d, T, WU, dscores, dvalues)
 

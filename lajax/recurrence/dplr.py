@@ -9,7 +9,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lajax._numerics import Decay, Masks, decay, following, gate_pullback, preceding, transposed, unit_lower_inverse
+from lajax._numerics import (
+  Decay,
+  Masks,
+  decay,
+  diagonal,
+  following,
+  gate_pullback,
+  preceding,
+  transposed,
+  unit_lower_inverse,
+)
 from lajax.recurrence.drive import Affine, Chunk, Rule
 from lajax.recurrence.linear_attention import decay_state, token_decay
 
@@ -82,18 +92,14 @@ def _chunk(x: Tokens, masks: Masks | None, precision) -> Chunk:
   written, read = full(transposed(x.b * s.d.tail), s.WU), full(s.P[..., 0], s.WU)
   B = written[:, K:] + full(transposed(x.k * s.d.tail), x.v)
   return Chunk(
-    _diagonal(s.d, x) + written[:, :K], B, x.q * s.d.head + read[:, :K], read[:, K:] + full(s.P[..., 1], x.v)
+    diagonal(s.d.total, K) + written[:, :K], B, x.q * s.d.head + read[:, :K], read[:, K:] + full(s.P[..., 1], x.v)
   )
 
 
-def _diagonal(d: Decay, x: Tokens) -> Array:
-  return jnp.diag(jnp.broadcast_to(d.total, x.k.shape[-1:]))
-
-
 def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
-  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
-  W = s.WU[:, : x.k.shape[-1]]
-  A = _diagonal(s.d, x) + full(transposed(x.b * s.d.tail), W)
+  s, full, K = _solve(x, masks, precision), partial(jnp.matmul, precision=precision), x.k.shape[-1]
+  W = s.WU[:, :K]
+  A = diagonal(s.d.total, K) + full(transposed(x.b * s.d.tail), W)
   return Affine(A, full(transposed(x.q * s.d.head + full(s.P[..., 0], W)), do)), s
 
 
