@@ -109,8 +109,13 @@ class Decay(NamedTuple):
     if not self.halves:
       found = product(readers.reshape(-1, K), writers.reshape(-1, K).T).reshape(C, R, C, W)
       return jnp.where(_lower(C, 0), found * self.between[:, None, :, None], 0)
-    blocks = (readers[:, :, None] * writers[:, None]).sum(-1)[:, None, :, None]  # [C/h h R h W]
-    for n, (upto, after) in enumerate(self.halves):
+    # Of halves smaller than 8, which are too small for products of their own, masked products of 16 tokens.
+    small = self._small(R, W)
+    found = product(small.readers(readers), jnp.swapaxes(small.writers(writers), -1, -2))
+    squares = jnp.where(small.keep, found, 0).sum(0).reshape(-1, small.side, R, small.side, W)
+    own = (readers[:, :, None] * writers[:, None]).sum(-1).reshape(-1, small.side, R, 1, W)
+    blocks = jnp.where(np.eye(small.side, dtype=bool)[:, None, :, None], own, squares)  # [C/h h R h W]
+    for n, (upto, after) in list(enumerate(self.halves))[small.levels :]:
       h = 2**n
       later, earlier = _half(readers, n, 1) * _half(upto, n, 1), _half(writers, n, 0) * _half(after, n, 0)
       corner = product(later.reshape(-1, h * R, K), jnp.swapaxes(earlier.reshape(-1, h * W, K), -1, -2))
@@ -128,12 +133,9 @@ class Decay(NamedTuple):
       d = d.reshape(C * R, C * W)
       found = product(d, writers.reshape(-1, K)), product(transposed(d), readers.reshape(-1, K))
       return found[0].reshape(readers.shape), found[1].reshape(writers.shape)
-    dreaders, dwriters, blocks = jnp.zeros_like(readers), jnp.zeros_like(writers), d[None]
-    inside = min(SUB, C)  # halves smaller than this are too small for products of their own: masked products of 16
-    for n, (upto, after) in reversed(list(enumerate(self.halves))):
+    dreaders, dwriters, blocks, small = jnp.zeros_like(readers), jnp.zeros_like(writers), d[None], self._small(R, W)
+    for n, (upto, after) in reversed(list(enumerate(self.halves))[small.levels :]):
       h = 2**n
-      if h < inside:
-        continue
       pair = blocks.reshape(-1, 2, h, R, 2, h, W)
       corner = pair[:, 1, :, :, 0].reshape(-1, h * R, h * W)
       blocks = jnp.stack([pair[:, 0, :, :, 0], pair[:, 1, :, :, 1]], axis=1).reshape(-1, h, R, h, W)
@@ -142,20 +144,23 @@ class Decay(NamedTuple):
       dlater = product(corner, earlier.reshape(-1, h * W, K)).reshape(later.shape) * upto
       dearlier = product(jnp.swapaxes(corner, -1, -2), later.reshape(-1, h * R, K)).reshape(earlier.shape) * after
       dreaders, dwriters = dreaders + _unhalf(dlater, 1), dwriters + _unhalf(dearlier, 0)
-    # Those of all sizes at once: [levels M 16 ..], M = C / 16.
-    levels = inside.bit_length() - 1
-    cut = lambda x: x.reshape(-1, inside, *x.shape[1:])
-    flat = lambda x: x.reshape(*x.shape[:-3], -1, K)
-    upto, after = (jnp.stack([cut(half[n])[..., None, :] for half in self.halves[:levels]]) for n in (0, 1))
-    keep = np.repeat(np.repeat(_pairs_of_halves(levels), R, axis=1), W, axis=2)[:, None]
-    squares = blocks.reshape(-1, inside * R, inside * W)
-    readers, writers = cut(readers), cut(writers)
-    dlater = product(jnp.where(keep, squares, 0), flat(writers * after)).reshape(levels, *readers.shape)
-    keep, squares = np.swapaxes(keep, -1, -2), transposed(squares)
-    dearlier = product(jnp.where(keep, squares, 0), flat(readers * upto)).reshape(levels, *writers.shape)
-    dreaders += (dlater * upto).sum(0).reshape(dreaders.shape)
-    dwriters += (dearlier * after).sum(0).reshape(dwriters.shape)
+    squares = blocks.reshape(-1, small.side * R, small.side * W)
+    dlater = product(jnp.where(small.keep, squares, 0), small.writers(writers))
+    keep, squares = np.swapaxes(small.keep, -1, -2), transposed(squares)
+    dearlier = product(jnp.where(keep, squares, 0), small.readers(readers))
+    dreaders += small.of_readers(dlater, readers.shape)
+    dwriters += small.of_writers(dearlier, writers.shape)
     return lax.optimization_barrier((dreaders, dwriters))
+
+  def _small(self, R: int, W: int) -> "_Small":
+    side = min(SUB, len(self.head))
+    levels = side.bit_length() - 1
+    cut = lambda n, which: self.halves[n][which].reshape(-1, side, 1, self.head.shape[-1])
+    here = np.arange(levels).reshape(-1, 1, 1, 1, 1)  # by choice, not by stacking: LLVM takes long over a concatenation
+    choose = lambda which: functools.reduce(
+      lambda found, n: jnp.where(here == n, cut(n, which), found), range(1, levels), cut(0, which)[None]
+    )
+    return _Small(side, levels, choose(0), choose(1), _pairs_of_halves(levels, R, W)[:, None])
 
   def scores_before(self, readers, writers, precision, *, careful: bool = False) -> Float[Array, "C R C W"]:
     """sum_c readers_irc between(i - 1, j)_c writers_jwc for j < i, else 0: reading before their own token's decay."""
@@ -178,6 +183,35 @@ class Decay(NamedTuple):
     return scores if self.same is None else jnp.where(self.same[:, None, :, None], scores, 0)
 
 
+class _Small(NamedTuple):
+  """The halves of 1, 2, 4 .. tokens of blocks of `side` tokens: [levels M side ..], M = C / side."""
+
+  side: int
+  levels: int
+  upto: Float[Array, "levels M side 1 K"]
+  after: Float[Array, "levels M side 1 K"]
+  keep: Bool[np.ndarray, "levels 1 sideR sideW"]
+
+  def readers(self, x: Float[Array, "C R K"]) -> Float[Array, "levels M sideR K"]:
+    return self._flat(self._cut(x) * self.upto)
+
+  def writers(self, x: Float[Array, "C W K"]) -> Float[Array, "levels M sideW K"]:
+    return self._flat(self._cut(x) * self.after)
+
+  def of_readers(self, d: Float[Array, "levels M sideR K"], shape) -> Float[Array, "C R K"]:
+    """The transpose of `readers`."""
+    return (d.reshape(self.levels, -1, self.side, *shape[1:]) * self.upto).sum(0).reshape(shape)
+
+  def of_writers(self, d: Float[Array, "levels M sideW K"], shape) -> Float[Array, "C W K"]:
+    return (d.reshape(self.levels, -1, self.side, *shape[1:]) * self.after).sum(0).reshape(shape)
+
+  def _cut(self, x: Array) -> Array:
+    return x.reshape(-1, self.side, *x.shape[1:])
+
+  def _flat(self, x: Array) -> Array:
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
 # Masks are made here, not by operations of the program, which would have to be compiled.
 
 
@@ -185,10 +219,10 @@ def _lower(C: int, k: int) -> Bool[np.ndarray, "C 1 C 1"]:
   return np.tri(C, k=k, dtype=bool)[:, None, :, None]
 
 
-def _pairs_of_halves(levels: int) -> Bool[np.ndarray, "levels L L"]:
+def _pairs_of_halves(levels: int, R: int, W: int) -> Bool[np.ndarray, "levels LR LW"]:
   """Of L = 2^levels tokens, the pairs (i in the later half, j in the earlier one) of aligned blocks of 2, 4, .. L."""
   i, h = np.arange(2**levels), 2 ** np.arange(levels)[:, None, None]
-  row, column = i[:, None], i[None, :]
+  row, column = np.repeat(i, R)[:, None], np.repeat(i, W)[None, :]
   return (row // h == column // h + 1) & (row // (2 * h) == column // (2 * h))
 
 
@@ -208,8 +242,15 @@ def _careful_matmul(a: Array, b: Array, precision) -> Array:
   What is inverted below needs it: where keys repeat and beta is 2, the error of one k . k enters every token alike, and T of
   them add up. One running sum of 64 float32 terms is wrong by up to 2e-7, this one by a quarter of that.
   """
-  parts = lambda x: jnp.moveaxis(_padded(x, 4).reshape(*x.shape[:-1], 4, -1), -2, 0)
-  return jnp.matmul(parts(a), jnp.swapaxes(parts(jnp.swapaxes(b, -1, -2)), -1, -2), precision=precision).sum(0)
+  front = a.shape[:-2]  # as one axis: XLA's CPU products take no more than eight
+
+  def parts(x):
+    x = _padded(x, 4)
+    return jnp.moveaxis(x.reshape(-1, x.shape[-2], 4, x.shape[-1] // 4), -2, 0)
+
+  b = jnp.swapaxes(parts(jnp.swapaxes(b, -1, -2)), -1, -2)
+  found = jnp.matmul(parts(a), b, precision=precision).sum(0)
+  return found.reshape(*front, *found.shape[-2:])
 
 
 def _padded(x: Array, multiple: int) -> Array:
