@@ -155,7 +155,7 @@ SIZES = dict(kv_rank=16, rope_dim=4, value_dim=7)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("rope_theta", [None, 100.0])
+@pytest.mark.parametrize("rope_theta", [pytest.param(None, marks=pytest.mark.slow), 100.0])
 def test_mla_absorbed_equals_expanded(rope_theta):
   layer, params, call = made(L.MLA, 3, 8, **SIZES, max_length=12, rope_theta=rope_theta, impl="recurrent")
   x, dy = inputs(2, 2, 10, D)

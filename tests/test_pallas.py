@@ -139,7 +139,7 @@ def test_nan_stands_behind_an_array():
 # --- what is launched, and what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gate", "chunk"), [("head", 32), ("channel", 16)])
+@pytest.mark.parametrize(("gate", "chunk"), [("head", 32), pytest.param("channel", 16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 3, 7)])
 def test_number_of_launches(family, forward, both, gate, chunk):
   """What is kept between forward and backward is the inputs and the states at the chunks' starts."""

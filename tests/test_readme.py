@@ -27,7 +27,13 @@ def test_there_is_a_readme_with_examples():
   assert blocks("python")
 
 
-@pytest.mark.parametrize(("line", "source"), blocks("python"), ids=[f"line{line}" for line, _ in blocks("python")])
+@pytest.mark.parametrize(
+  ("line", "source"),
+  [
+    pytest.param(*block, id=f"line{block[0]}", marks=[pytest.mark.slow] if n else [])
+    for n, block in enumerate(blocks("python"))
+  ],
+)
 def test_python_example_runs(line, source, tmp_path, monkeypatch):
   """In a namespace of its own, in an empty folder, so that it can be pasted as it stands."""
   monkeypatch.chdir(tmp_path)
