@@ -78,6 +78,15 @@ def test_sizes(family, gate, shape, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "packed"), [("float32", True), ("bfloat16", False)])
+def test_bonus(dtype, packed):
+  """By the same kernels, writes one token later."""
+  case_id = "linear_attention-bonus"
+  assert not misses(case_id, BASE, dtype, packed, cases.batch(CASES[case_id]))
+  assert launches(case_id, BASE) == (2, 5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_keys_of_several_tiles_in_float32(gate):
   case_id = f"linear_attention-{gate}"
@@ -157,7 +166,8 @@ def test_supports():
   assert "K is 257" in pallas.supports_linear_attention(wide, wide, v)
   assert "float64" in pallas.supports_linear_attention(q, q, array(2, 64, 4, 100, dtype=jnp.float64))
   assert "chunk_size is 7" in pallas.supports_linear_attention(q, q, v, chunk_size=7)
-  assert "bonus" in pallas.supports_linear_attention(q, q, v, bonus=array(2, 256))
+  assert pallas.supports_linear_attention(q, q, v, bonus=array(2, 256)) is None
+  assert "float64" in pallas.supports_linear_attention(q, q, v, bonus=array(2, 256, dtype=jnp.float64))
   assert "2^31 programs" in pallas.supports_linear_attention(long, long, array(2**22, 2**16, 4, 100))
 
 

@@ -69,22 +69,35 @@ def linear_attention(
   supports = functools.partial(
     pallas.supports_linear_attention, q, k, v, g, initial_state, bonus=bonus, chunk_size=chunk_size
   )
-  if use_kernels(impl, supports, sizes):
-    run_kernels, tokens = pallas.run_linear_attention, (q, k, v, g)
-    return by_kernels(run_kernels, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, g, bonus, initial_state), product_precision(q, k, v)
-  if (
-    bonus is not None and segment_ids is not None
-  ):  # before a product of two inputs: NaN in padding stays out of gradients
+  kernels_wanted = use_kernels(impl, supports, sizes)
+  if bonus is not None and segment_ids is not None:
+    # Before a product of two inputs, so that NaN in padding stays out of gradients.
     q, k, v = drive.blank_padding((q, k, v), segment_ids >= 0)
-  tokens = _linear.Tokens(q.astype(dtype) * scale_of(scale, sizes), k.astype(dtype), v.astype(dtype), cast(g, dtype))
-  state = first_state(initial_state, sizes, dtype)
-  rule = _linear.rule if bonus is None else _linear.reading_before
-  o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+  if kernels_wanted:
+    kernels = pallas.run_linear_attention if bonus is None else _kernels_reading_before
+    o, state = by_kernels(kernels, supports, (q, k, v, g), initial_state, segment_ids, sizes, scale, chunk_size)
+  else:
+    tokens = _linear.Tokens(q.astype(dtype) * scale_of(scale, sizes), k.astype(dtype), v.astype(dtype), cast(g, dtype))
+    state = first_state(initial_state, sizes, dtype)
+    rule = _linear.rule if bonus is None else _linear.reading_before
+    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
   if bonus is not None:
-    own = (tokens.q * tokens.k * bonus.astype(dtype)).sum(-1)
-    o = o + jnp.repeat(own, sizes["HV"] // sizes["H"], axis=2)[..., None] * tokens.v
+    own = (q.astype(dtype) * scale_of(scale, sizes) * k.astype(dtype) * bonus.astype(dtype)).sum(-1)
+    o = o + jnp.repeat(own, sizes["HV"] // sizes["H"], axis=2)[..., None] * v.astype(dtype)
   return o.astype(v.dtype), state
+
+
+def _kernels_reading_before(q, k, v, g, state, runs, scale: float):
+  """o = scale S_{t-1}^T q: writes and decays stand one token later, behind all that reads before them."""
+  later = lambda x: None if x is None else jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
+  q = jnp.pad(q, [(0, 0), (0, 1), (0, 0), (0, 0)])
+  written = later(runs)  # the run of what has been written when a token reads; the initial state's is 0
+  o, state = pallas.run_linear_attention(q, later(k), later(v), later(g), state, written, scale)
+  o = o[:, :-1]
+  if runs is not None:
+    o = jnp.where((runs == written[:, :-1])[..., None, None], o, jnp.zeros((), o.dtype))
+  return o, state
 
 
 def normalized_linear_attention(

@@ -312,10 +312,8 @@ _attend = differentiable(_forward, _backward)
 
 def supports(q, k, v, g=None, initial_state=None, *, bonus=None, chunk_size: int | None = None) -> str | None:
   """None where the kernels take this, else a sentence that says what they do not take. Reads shapes and dtypes only."""
-  if bonus is not None:
-    return "the kernels do not have `bonus`."
   p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
-  return refusal(p, (q, k, v, g, initial_state), chunk_size, TILES, AXES)
+  return refusal(p, (q, k, v, g, initial_state, bonus), chunk_size, TILES, AXES)
 
 
 def decode(
