@@ -99,7 +99,7 @@ KERNELS = (
   "linear_recurrence",
   "attention",
 )
-REFUSED = ("RWKV6", "GatedDeltaNet2", "ForgettingAttention")  # for `bonus`, `erase` and `write`, `log_forget`
+REFUSED = ("GatedDeltaNet2", "ForgettingAttention")  # for `erase` and `write`, `log_forget`
 
 
 def test_the_table_of_systems_names_the_forms_that_ops_have():
