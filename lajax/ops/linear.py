@@ -70,7 +70,7 @@ def linear_attention(
     pallas.supports_linear_attention, q, k, v, g, initial_state, bonus=bonus, chunk_size=chunk_size
   )
   if use_kernels(impl, supports, sizes):
-    run_kernels, tokens = pallas.run_linear_attention, (q, k, v, g)
+    run_kernels, tokens = pallas.run_linear_attention, (q, k, v, cast(g, jnp.float32))
     return by_kernels(run_kernels, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, g, bonus, initial_state), product_precision(q, k, v)
   if (
