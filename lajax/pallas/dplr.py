@@ -118,7 +118,7 @@ def _backward(static: _Static, residuals, cotangents):
   p = plan(q, v, g, packed is not None, static.scale, static.dtype)
   runs, edges = packed or (None, None)
   (solved, fresh, later), found, dread, decayed = backward.errors(p, q, a, b, k, v, do, g, runs, edges, kept)
-  reader, q_reader, b_writer, k_writer = decayed
+  reader, b_writer, k_writer, q_reader = decayed
   dkept, dx, dstate = backward.carry_back(p, reader, q_reader, b_writer, do, dread, g, runs, edges, solved, dlast)
   squares, dv = backward.scores_back(p, k_writer, v, do, found, dx, g, runs, edges, fresh, later, dkept)
   dq, da, db, dk, dg = backward.pairs(p, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept)

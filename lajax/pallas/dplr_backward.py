@@ -14,12 +14,12 @@ from lajax.pallas.dplr_forward import WIDE, Reader, decayed_results, scores
 from lajax.pallas.launch import launch
 from lajax.pallas.plan import Axes, Plan, Tiles, over, places, runs_of, specs
 from lajax.pallas.state_tiles import decays, give_state, parts_of, read_state, take_parts, take_state, total_decay
-from lajax.pallas.tiles import both, give, iota, take
+from lajax.pallas.tiles import Products, both, give, iota, take
 
 f32 = jnp.float32
 TILES = {  # without spills on every architecture that lajax.pallas.report compiles for
-  ("errors", False, False): Tiles(64, 32, 8, 1),
-  ("errors", True, False): Tiles(16, 32, 8, 1),
+  ("errors", False, False): Tiles(64, 16, 8, 1),
+  ("errors", True, False): Tiles(16, 16, 4, 1),
   ("errors", False, True): Tiles(32, 32, 8, 1),
   ("errors", True, True): Tiles(32, 32, 4, 1),
   ("carry_back", False, False): Tiles(64, 32, 4, 2),
@@ -33,7 +33,7 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("scores", False, True): Tiles(32, 32, 4, 1),
   ("scores", True, True): Tiles(32, 32, 4, 1),
   ("pairs", False, False): Tiles(16, 32, 8, 1),
-  ("pairs", True, False): Tiles(16, 16, 8, 1),
+  ("pairs", True, False): Tiles(16, 32, 8, 1),
   ("pairs", False, True): Tiles(16, 32, 8, 1),
   ("pairs", True, True): Tiles(32, 32, 4, 1),
 }
@@ -58,9 +58,8 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
   early, late, written = Reader(a_ref, True), Reader(q_ref, False), [b_ref, k_ref]
-  readers = [early, late] if p.gate == "channel" else [early]
-  N_ab, N_ak, *P = scores(p, fine, tokens, readers, written, g_ref, decayed_refs)
-  N_ab, N_ak = (tiles.pairs(runs, row > column, x) for x in (N_ab, N_ak))
+  found = scores(p, fine, tokens, [early], written, g_ref, decayed_refs[:3])
+  N_ab, N_ak = (tiles.pairs(runs, row > column, x) for x in found)
   give(fresh_ref, N_ak, None)
   G = tiles.solve(-N_ab, jnp.ones(p.C, f32), fine)
   give(solved_ref, G, None)
@@ -84,8 +83,10 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     return nothing
 
   over(p.NV, correct, jnp.int32(0))
-  P_b, P_k = P or scores(p, fine, tokens, [late], written, g_ref, [])  # not before needed, where that saves registers
-  P_b, P_k = (p.scale * tiles.pairs(runs, row >= column, x) for x in (P_b, P_k))
+  found = scores(
+    p, fine, tokens, [late], written, g_ref, decayed_refs[3:]
+  )  # not before they are needed: saves registers
+  P_b, P_k = (p.scale * tiles.pairs(runs, row >= column, x) for x in found)
   give(later_ref, P_k, None)
 
   def respond(j, nothing):
@@ -98,11 +99,11 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 
 def errors(p: Plan, q, a, b, k, v, do, g, runs, edges, kept) -> tuple[list[Array], Array, Array, list[Array]]:
-  """G, N_ak and scale P_k; W; scale P_b^T do; and a and q as they read from a state, b and k as they write to one."""
+  """G, N_ak and scale P_k; W; scale P_b^T do; and a as it reads from a state, b and k as they write to one, q as it reads."""
   p = p.cut(TILES, "errors")
   blocks = specs(p, AXES["errors"])
   square, tall = ("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), ("v", v.shape, f32)
-  results = [square, square, square, tall, tall, *decayed_results(p, p.kept, p.kept, f32, f32)]
+  results = [square, square, square, tall, tall, *decayed_results(p, p.kept, f32, f32, p.kept)]
   solved, fresh, later, found, dread, *decayed = launch(
     functools.partial(_errors_kernel, p=p), (q, a, b, k, v, do, g, runs, edges, kept), name="dplr_errors",
     programs=places(p, AXES["errors"])[1], warps=p.warps, stages=p.stages,
@@ -110,7 +111,7 @@ def errors(p: Plan, q, a, b, k, v, do, g, runs, edges, kept) -> tuple[list[Array
     out_specs=[blocks[name] for name, _, _ in results],
     out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
   )  # fmt: skip
-  return [solved, fresh, later], found, dread, decayed or [a, q, b, k]
+  return [solved, fresh, later], found, dread, decayed or [a, b, k, q]
 
 
 # --- carry_back: cotangents from chunk to chunk -----------------------------------------------------------------------
@@ -171,7 +172,7 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   Of pairs of one document, below the diagonal (dP on it too); one decay a head between the two is in them already.
   """
   k_ref, v_ref, do_ref, read_ref, dx_ref, g_ref, runs_ref, edges_ref, fresh_ref, later_ref, dkept_ref = inputs
-  *square_refs, dv_ref = outputs
+  squares_ref, dv_ref = outputs
   fine = tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["scores"])[0](pl.program_id(0))
   tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
@@ -186,9 +187,9 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
   found = over(p.NV, tile, [jnp.zeros((p.C, p.C), f32)] * 4)
   late, early = (p.scale, 1.0) if g is None else (p.scale * tiles.between_per_head(g), tiles.between_before_per_head(g))
-  for n, (ref, x) in enumerate(zip(square_refs, found, strict=True)):
+  for n, x in enumerate(found):
     kept = tiles.pairs(runs, row >= column, late * x) if n < 2 else tiles.pairs(runs, row > column, early * x)
-    give(ref, kept, None)
+    give(squares_ref.at[n], kept, None)
 
   def values(j, nothing):
     at, keep = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
@@ -207,24 +208,57 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   over(p.NV, values, jnp.int32(0))
 
 
-def scores_back(p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkept) -> tuple[list[Array], Array]:
+def scores_back(p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkept) -> Sequence[Array]:
   """dP_b, dP_k, dN_ab and dN_ak; and dv."""
   p = p.cut(TILES, "scores")
   blocks = specs(p, AXES["scores"])
-  square, key = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.C, p.C), f32), "dq" if p.gate == "channel" else "q"
+  squares, key = jax.ShapeDtypeStruct((p.B, p.HV, p.N, 4, p.C, p.C), f32), "dq" if p.gate == "channel" else "q"
   g = g if p.gate == "head" else None
   inputs = key, "v", "v", "v", "v", "head", "runs", "edges", "pairs", "pairs", "kept"
-  *squares, dv = launch(
+  return launch(
     functools.partial(_scores_kernel, p=p), (k, v, do, found, dx, g, runs, edges, fresh, later, dkept),
     name="dplr_scores", programs=places(p, AXES["scores"])[1], warps=p.warps, stages=p.stages,
     in_specs=[blocks[name] for name in inputs],
-    out_specs=[blocks[name] for name in ("pairs", "pairs", "pairs", "pairs", "v")],
-    out_shapes=[square] * 4 + [jax.ShapeDtypeStruct(v.shape, v.dtype)],
+    out_specs=[_squares(p, AXES["scores"]), blocks["v"]],
+    out_shapes=[squares, jax.ShapeDtypeStruct(v.shape, v.dtype)],
   )  # fmt: skip
-  return squares, dv
+
+
+def _squares(p: Plan, along: Axes) -> pl.BlockSpec:
+  """Of a chunk, dP_b, dP_k, dN_ab and dN_ak."""
+  place = places(p, along)[0]
+
+  def index(program):
+    at = place(program)
+    return at.b, at.h, at.n, 0, 0, 0
+
+  return pl.BlockSpec((None, None, None, 4, p.C, p.C), index)
 
 
 # --- pairs: dq, da, db, dk and dg ------------------------------------------------------------------------------------
+
+
+def _through(fine: Products, squares_ref, load, keep, decays=None, first: int = 0, sums=()) -> tuple[Array, ...]:
+  """The cotangents of q, a, b and k from those of their scores, of which `keep` says whose, added to `sums`.
+
+  The four kinds of scores one after the other, from the first on, and what they are of loaded anew: so that few tiles are in
+  registers at a time.
+  """
+
+  def one(m, sums):
+    dq, da, db, dk = sums
+    late, by_b = m < 2, (m & 1) == 0
+    x = jnp.where(keep(late), take(squares_ref.at[m], None), 0.0)
+    q, a, b, k = load()
+    reader, written, head, tail = jnp.where(late, q, a), jnp.where(by_b, b, k), 1.0, 1.0
+    if decays is not None:
+      head, tail = jnp.where(late, decays[0], decays[1]), decays[2]
+      reader, written = reader * head, written * tail
+    reads, writes = fine(x, written) * head, fine.outer(x, reader) * tail
+    dq, da = dq + jnp.where(late, reads, 0.0), da + jnp.where(late, 0.0, reads)
+    return dq, da, db + jnp.where(by_b, writes, 0.0), dk + jnp.where(by_b, 0.0, writes)
+
+  return lax.fori_loop(first, 4, one, sums)
 
 
 def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
@@ -233,11 +267,26 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   Between neighbours, of which the later one reads before its decay, stands none: they are apart, as a token with itself is.
   """
   q_ref, a_ref, b_ref, k_ref, v_ref, do_ref, read_ref, dx_ref, g_ref, runs_ref, edges_ref, *refs = inputs
-  *square_refs, kept_ref, dkept_ref = refs
+  squares_ref, kept_ref, dkept_ref = refs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["pairs"])[0](pl.program_id(0))
   tokens, keys = p.tokens(place.n), p.keys(place.i)
+  runs, mask = runs_of(p, runs_ref, edges_ref, place.n, slice(None)), both(tokens, keys)
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
+  dtype = f32 if p.gate == "channel" else tiles.operand_dtype(q_ref, a_ref, b_ref, k_ref)
+  load = lambda: [take(ref, mask).astype(dtype) for ref in (q_ref, a_ref, b_ref, k_ref)]
+  apart = lambda late: (row > column + 1) | (late & (row > column))
+  tall, g, levels = jnp.zeros((p.C, p.k_tile), f32), None, p.C.bit_length() - 1
+  if p.gate == "channel":
+    g = take(g_ref, mask).astype(f32)
+
+    def halves(level, sums):
+      keep = lambda late: apart(late) & tiles.pairs_of_level(p.C, level)
+      return _through(fine, squares_ref, load, keep, tiles.decays_of_halves(g, level, fine), sums=sums)
+
+    by_q, by_a, db, dk = lax.fori_loop(0, levels, halves, (tall,) * 4)
+  else:
+    by_q, by_a, db, dk = _through(fine, squares_ref, load, apart, sums=(tall,) * 4)
 
   def tile(j, sums):
     dq, da, b_writes, k_writes, total = sums
@@ -248,40 +297,16 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     b_writes, k_writes = b_writes + product.inner(W, dS), k_writes + product.inner(v, dS)
     return dq, da, b_writes, k_writes, total + jnp.sum(S.astype(f32) * dS.astype(f32), axis=1)
 
-  tall = jnp.zeros((p.C, p.k_tile), f32)
   dq, da, b_writes, k_writes, total = over(p.NV, tile, (tall, tall, tall, tall, jnp.zeros(p.k_tile, f32)))
-  runs = runs_of(p, runs_ref, edges_ref, place.n, slice(None))
-  dq, da = tiles.from_start(runs, p.scale * dq), tiles.from_start(runs, da)
-  b_writes, k_writes = tiles.to_end(runs, b_writes), tiles.to_end(runs, k_writes)
-  q, a, b, k = (take(ref, both(tokens, keys)) for ref in (q_ref, a_ref, b_ref, k_ref))
-  dP_b, dP_k, dN_b, dN_k = (take(ref, None) for ref in square_refs)
-  own_b, own_k = (jnp.sum(jnp.where(row == column, x, 0.0), axis=1)[:, None] for x in (dP_b, dP_k))
-  far, near, g = row > column + 1, row == column + 1, None
+  head = before = tail = 1.0
   if p.gate == "channel":
-    g = take(g_ref, both(tokens, keys)).astype(f32)
-    q, a, b, k = (x.astype(f32) for x in (q, a, b, k))
-    by_q, by_a, db, dk = tall, tall, tall, tall
-    for h, upto, before, after in tiles.halves_before(g):
-      if h == p.C:
-        dq, da, b_writes, k_writes = by_q + dq * upto, by_a + da * before, b_writes * after, k_writes * after
-      else:
-        keep = tiles.pairs_of_halves(p.C, h)
-        P_b, P_k = (jnp.where(keep, x, 0.0) for x in (dP_b, dP_k))
-        N_b, N_k = (jnp.where(keep & far, x, 0.0) for x in (dN_b, dN_k))
-        by_q += (fine(P_b, b * after) + fine(P_k, k * after)) * upto
-        by_a += (fine(N_b, b * after) + fine(N_k, k * after)) * before
-        db += (fine.outer(P_b, q * upto) + fine.outer(N_b, a * before)) * after
-        dk += (fine.outer(P_k, q * upto) + fine.outer(N_k, a * before)) * after
-  else:
-    if p.gate == "head":
-      g = take(g_ref, tokens).astype(f32)
-      tail = tiles.tail_per_head(g)[:, None]
-      dq, da = dq * tiles.head_per_head(g)[:, None], da * tiles.before_per_head(g)[:, None]
-      b_writes, k_writes = b_writes * tail, k_writes * tail
-    P_b, P_k = (jnp.where(row == column, 0.0, x) for x in (dP_b, dP_k))
-    N_b, N_k = (jnp.where(far, x, 0.0) for x in (dN_b, dN_k))
-    dq, da = dq + fine(P_b, b) + fine(P_k, k), da + fine(N_b, b) + fine(N_k, k)
-    db, dk = fine.outer(P_b, q) + fine.outer(N_b, a), fine.outer(P_k, q) + fine.outer(N_k, a)
+    head, before, tail = tiles.decays_of_halves(g, levels, fine)
+  elif p.gate == "head":
+    g = take(g_ref, tokens).astype(f32)
+    head, before, tail = (x(g)[:, None] for x in (tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head))
+  dq, da = by_q + tiles.from_start(runs, p.scale * head * dq), by_a + tiles.from_start(runs, before * da)
+  b_writes, k_writes = tiles.to_end(runs, tail * b_writes), tiles.to_end(runs, tail * k_writes)
+  q, a, b, k = load()
 
   wide = lambda x: x.astype(f32)
   if g is not None:
@@ -297,11 +322,15 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
       late, early, after = (jnp.sum(x, axis=1)[:, None] for x in (late, early, after))
       terms = jnp.where(row > column, late + early, jnp.where(row == column, late, after))
       give(outputs[4], jnp.where(jnp.exp(g) > 0, jnp.sum(terms, axis=0) + total, 0.0), tokens)
-  N_b, N_k = (jnp.where(near, x, 0.0) for x in (dN_b, dN_k))
+  own_b, own_k = (
+    jnp.sum(jnp.where(row == column, take(squares_ref.at[n], None), 0.0), axis=1)[:, None] for n in (0, 1)
+  )
+  near = lambda late: row == column + 1
+  _, da, db, dk = _through(fine, squares_ref, load, near, first=2, sums=(tall, da, db + b_writes, dk + k_writes))
   give(outputs[0], dq + own_b * wide(b) + own_k * wide(k), both(tokens, keys))
-  give(outputs[1], da + fine(N_b, b) + fine(N_k, k), both(tokens, keys))
-  give(outputs[2], db + b_writes + own_b * wide(q) + fine.outer(N_b, a), both(tokens, keys))
-  give(outputs[3], dk + k_writes + own_k * wide(q) + fine.outer(N_k, a), both(tokens, keys))
+  give(outputs[1], da, both(tokens, keys))
+  give(outputs[2], db + own_b * wide(q), both(tokens, keys))
+  give(outputs[3], dk + own_k * wide(q), both(tokens, keys))
 
 
 def pairs(p: Plan, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept) -> tuple:
@@ -316,11 +345,11 @@ def pairs(p: Plan, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, 
     "channel": [("channel", jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32))],
   }[p.gate]
   results = [*(("dq", tall(x.dtype)) for x in (q, a, b, k)), *dg]
-  inputs = *("q",) * 4, *("v",) * 4, p.gate, "runs", "edges", *("pairs",) * 4, "kept", "kept"
+  inputs = *("q",) * 4, *("v",) * 4, p.gate, "runs", "edges"
   found = launch(
-    functools.partial(_pairs_kernel, p=p), (q, a, b, k, v, do, found, dx, g, runs, edges, *squares, kept, dkept),
+    functools.partial(_pairs_kernel, p=p), (q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept),
     name="dplr_pairs", programs=places(p, AXES["pairs"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in inputs],
+    in_specs=[*(blocks[name] for name in inputs), _squares(p, AXES["pairs"]), blocks["kept"], blocks["kept"]],
     out_specs=[blocks[name] for name, _ in results], out_shapes=[shape for _, shape in results],
   )  # fmt: skip
   dq, da, db, dk, *dg = found

@@ -56,8 +56,8 @@ def scores(
 ) -> list[Float[Array, "C C"]]:
   """Of each reader with each of the keys, decayed between the two tokens; not to be read above the diagonal.
 
-  With one decay a channel, gives the readers decayed from the chunk's start and the keys decayed to its end to
-  `decayed_refs`, if there are any.
+  With one decay a channel, gives the readers decayed from the chunk's start, then the keys decayed to its end, to as many
+  `decayed_refs` as there are.
   """
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
 
@@ -77,8 +77,8 @@ def scores(
       if h < p.C:
         corners, keep = [fine.inner(a, b) for a, b in _pairs(reads, writes)], tiles.pairs_of_halves(p.C, h)
         sums = [sum + jnp.where(keep, corner, 0.0) for sum, corner in zip(sums, corners, strict=True)]
-      elif decayed_refs:
-        for ref, decayed in zip(decayed_refs, [*reads, *writes], strict=True):
+      else:
+        for ref, decayed in zip(decayed_refs, [*reads, *writes], strict=False):
           give(ref.at[:, at], decayed, mask)
     return sums
 

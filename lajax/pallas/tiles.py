@@ -201,6 +201,21 @@ def _halves(heads: list[Array]) -> Iterator[tuple[int, list[Array], Array]]:
   yield h, heads, after
 
 
+def decays_of_halves(g: Float[Array, "C K"], level: Int[Array, ""] | int, full: Products) -> tuple[Array, Array, Array]:
+  """What `halves_before` gives with h = 2^level, which need not be known beforehand: from sums over the intervals."""
+  shape = (g.shape[0], g.shape[0])
+  row, column, g = iota(shape, 0), iota(shape, 1), jnp.maximum(g, NEGLIGIBLE)
+  part = (row >> level) == (column >> level)
+  decay = lambda keep: jnp.exp(sums(part & keep, g, full))
+  return decay(row >= column), decay(row > column), decay(row < column)
+
+
+def pairs_of_level(C: int, level: Int[Array, ""] | int) -> Bool[Array, "C C"]:
+  """`pairs_of_halves` with h = 2^level, which need not be known beforehand."""
+  i, j = iota((C, C), 0), iota((C, C), 1)
+  return ((i ^ j) >> level) == 1
+
+
 def pairs_of_halves(C: int, h: int) -> Bool[Array, "C C"]:
   """Whether row i is in the later and column j in the earlier half of one aligned pair of halves of h tokens."""
   i, j = iota((C, C), 0), iota((C, C), 1)
