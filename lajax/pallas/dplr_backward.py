@@ -30,9 +30,9 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("carry_back", True, True): Tiles(32, 16, 8, 1),
   ("scores", False, False): Tiles(32, 16, 8, 1),
   ("scores", True, False): Tiles(32, 32, 4, 1),
-  ("scores", False, True): Tiles(32, 32, 4, 1),
+  ("scores", False, True): Tiles(16, 16, 4, 1),
   ("scores", True, True): Tiles(32, 32, 4, 1),
-  ("pairs", False, False): Tiles(16, 32, 8, 1),
+  ("pairs", False, False): Tiles(16, 16, 8, 1),
   ("pairs", True, False): Tiles(16, 32, 8, 1),
   ("pairs", False, True): Tiles(16, 32, 8, 1),
   ("pairs", True, True): Tiles(32, 32, 4, 1),
@@ -189,7 +189,7 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   late, early = (p.scale, 1.0) if g is None else (p.scale * tiles.between_per_head(g), tiles.between_before_per_head(g))
   for n, x in enumerate(found):
     kept = tiles.pairs(runs, row >= column, late * x) if n < 2 else tiles.pairs(runs, row > column, early * x)
-    give(squares_ref.at[n], kept, None)
+    give(squares_ref.at[jnp.int32(n)], kept, None)
 
   def values(j, nothing):
     at, keep = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
@@ -323,7 +323,7 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
       terms = jnp.where(row > column, late + early, jnp.where(row == column, late, after))
       give(outputs[4], jnp.where(jnp.exp(g) > 0, jnp.sum(terms, axis=0) + total, 0.0), tokens)
   own_b, own_k = (
-    jnp.sum(jnp.where(row == column, take(squares_ref.at[n], None), 0.0), axis=1)[:, None] for n in (0, 1)
+    jnp.sum(jnp.where(row == column, take(squares_ref.at[jnp.int32(n)], None), 0.0), axis=1)[:, None] for n in (0, 1)
   )
   near = lambda late: row == column + 1
   _, da, db, dk = _through(fine, squares_ref, load, near, first=2, sums=(tall, da, db + b_writes, dk + k_writes))
