@@ -33,7 +33,7 @@ from lajax.pallas import dplr_forward as forward
 from lajax.pallas import tiles
 from lajax.pallas.decode import decode as one_token
 from lajax.pallas.launch import differentiable
-from lajax.pallas.plan import documents, plan, refusal
+from lajax.pallas.plan import Plan, documents, plan, refusal
 
 f32 = jnp.float32
 
@@ -98,13 +98,19 @@ def delta_rule_by_channel(
 
 
 def _run(static: _Static, q, k, v, a, b, g, state, runs):
-  packed = None if runs is None else documents(runs, plan(q, v, g, True, static.scale, static.dtype).C)
+  packed = None if runs is None else documents(runs, _plan(q, v, g, True, static).C)
   return _advance(static, (q, k, v, a, b, g, state), packed)
+
+
+def _plan(q, v, g, documents: bool, static: _Static) -> Plan:
+  """With chunks of at most 32 tokens where a program has more than `WIDE` rows of a state: registers hold no more."""
+  p = plan(q, v, g, documents, static.scale, static.dtype)
+  return p._replace(C=min(p.C, 32)) if p.K > forward.WIDE else p
 
 
 def _forward(static: _Static, inputs, packed):
   q, k, v, a, b, g, state = inputs
-  p = plan(q, v, g, packed is not None, static.scale, static.dtype)
+  p = _plan(q, v, g, packed is not None, static)
   runs, edges = packed or (None, None)
   solved, fresh, (reader, b_writer, k_writer) = forward.solve(p, a, b, k, v, g, runs, edges)
   kept, found, last = forward.carry(p, reader, b_writer, k_writer, v, fresh, g, runs, edges, solved, state)
@@ -115,7 +121,7 @@ def _forward(static: _Static, inputs, packed):
 def _backward(static: _Static, residuals, cotangents):
   (q, k, v, a, b, g, state), packed, kept = residuals
   do, dlast = cotangents
-  p = plan(q, v, g, packed is not None, static.scale, static.dtype)
+  p = _plan(q, v, g, packed is not None, static)
   runs, edges = packed or (None, None)
   (solved, fresh, later), found, dread, decayed = backward.errors(p, q, a, b, k, v, do, g, runs, edges, kept)
   reader, b_writer, k_writer, q_reader = decayed
@@ -143,7 +149,7 @@ def supports_by_channel(
 
 
 def _refusal(dtype, inputs, q, v, g, chunk_size: int | None) -> str | None:
-  p = plan(q, v, g, False, 1.0, dtype)
+  p = _plan(q, v, g, False, _Static(1.0, dtype, dtype))
   if p.K > forward.WIDE and p.dtype != jnp.bfloat16:
     return (
       f"the kernels take keys of up to K = {forward.WIDE} where not all arrays of tokens are bfloat16, and K is {p.K}."

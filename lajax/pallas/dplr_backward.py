@@ -22,8 +22,10 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("errors", True, False): Tiles(16, 16, 4, 1),
   ("errors", False, True): Tiles(32, 32, 8, 1),
   ("errors", True, True): Tiles(32, 32, 4, 1),
+  ("errors_wide", False, False): Tiles(32, 16, 4, 1),
+  ("errors_wide", True, False): Tiles(16, 16, 4, 1),
   ("carry_back", False, False): Tiles(64, 32, 4, 2),
-  ("carry_back_wide", False, False): Tiles(64, 16, 4, 1),
+  ("carry_back_wide", False, False): Tiles(128, 16, 4, 1),
   ("carry_back", True, False): Tiles(64, 32, 4, 2),
   ("carry_back_wide", True, False): Tiles(64, 16, 8, 2),
   ("carry_back", False, True): Tiles(128, 16, 8, 1),
@@ -32,6 +34,8 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("scores", True, False): Tiles(32, 32, 4, 1),
   ("scores", False, True): Tiles(16, 16, 4, 1),
   ("scores", True, True): Tiles(32, 32, 4, 1),
+  ("scores_wide", False, False): Tiles(16, 16, 4, 1),
+  ("scores_wide", True, False): Tiles(32, 32, 4, 1),
   ("pairs", False, False): Tiles(16, 16, 8, 1),
   ("pairs", True, False): Tiles(16, 32, 8, 1),
   ("pairs", False, True): Tiles(16, 32, 8, 1),
@@ -100,7 +104,7 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 def errors(p: Plan, q, a, b, k, v, do, g, runs, edges, kept) -> tuple[list[Array], Array, Array, list[Array]]:
   """G, N_ak and scale P_k; W; scale P_b^T do; and a as it reads from a state, b and k as they write to one, q as it reads."""
-  p = p.cut(TILES, "errors")
+  p = p.cut(TILES, "errors_wide" if p.K > WIDE else "errors")
   blocks = specs(p, AXES["errors"])
   square, tall = ("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), ("v", v.shape, f32)
   results = [square, square, square, tall, tall, *decayed_results(p, p.kept, f32, f32, p.kept)]
@@ -210,7 +214,7 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 def scores_back(p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkept) -> Sequence[Array]:
   """dP_b, dP_k, dN_ab and dN_ak; and dv."""
-  p = p.cut(TILES, "scores")
+  p = p.cut(TILES, "scores_wide" if p.K > WIDE else "scores")
   blocks = specs(p, AXES["scores"])
   squares, key = jax.ShapeDtypeStruct((p.B, p.HV, p.N, 4, p.C, p.C), f32), "dq" if p.gate == "channel" else "q"
   g = g if p.gate == "head" else None

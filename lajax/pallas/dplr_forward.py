@@ -23,7 +23,7 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("solve", False, True): Tiles(32, 32, 4, 1),
   ("solve", True, True): Tiles(32, 32, 4, 1),
   ("carry", False, False): Tiles(64, 16, 4, 2),
-  ("carry_wide", False, False): Tiles(64, 16, 4, 2),
+  ("carry_wide", False, False): Tiles(64, 16, 4, 1),
   ("carry", True, False): Tiles(64, 32, 4, 2),
   ("carry_wide", True, False): Tiles(64, 16, 8, 1),
   ("carry", False, True): Tiles(32, 16, 8, 1),
