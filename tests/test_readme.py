@@ -90,10 +90,11 @@ KERNELS = (
   "mlstm",
   "delta_rule",
   "delta_product",
+  "dplr",
   "linear_recurrence",
   "attention",
 )
-REFUSED = ("RWKV6", "GatedDeltaNet2", "ForgettingAttention")  # for `bonus`, `erase` and `write`, `log_forget`
+REFUSED = ("RWKV6", "ForgettingAttention")  # for `bonus`, `log_forget`
 
 
 def test_the_table_of_systems_names_the_forms_that_ops_have():

@@ -284,7 +284,7 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   if p.gate == "channel":
     g = take(g_ref, mask).astype(f32)
 
-    def halves(level, sums):
+    def halves(level, sums, g=g):
       keep = lambda late: apart(late) & tiles.pairs_of_level(p.C, level)
       return _through(fine, squares_ref, load, keep, tiles.decays_of_halves(g, level, fine), sums=sums)
 
@@ -303,7 +303,7 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
   dq, da, b_writes, k_writes, total = over(p.NV, tile, (tall, tall, tall, tall, jnp.zeros(p.k_tile, f32)))
   head = before = tail = 1.0
-  if p.gate == "channel":
+  if p.gate == "channel" and g is not None:
     head, before, tail = tiles.decays_of_halves(g, levels, fine)
   elif p.gate == "head":
     g = take(g_ref, tokens).astype(f32)
