@@ -15,7 +15,7 @@ import lajax
 
 
 def kernels(case: Case) -> Callable:
-  return functools.partial(getattr(lajax, case.op), impl="pallas")
+  return functools.partial(getattr(lajax, case.op), impl="pallas", **dict(case.options))
 
 
 def gradients(f: Callable, arrays, segment_ids, cts):

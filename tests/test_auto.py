@@ -17,6 +17,7 @@ CALLS = {
   "linear_attention": lambda x, g, **options: lajax.linear_attention(x, x, x, g, **options),
   "normalized_linear_attention": lambda x, g, **options: lajax.normalized_linear_attention(x, x, x, g, **options),
   "delta_rule": lambda x, g, **options: lajax.delta_rule(x, x, x, jnp.exp(g), g, **options),
+  "dplr": lambda x, g, **options: lajax.dplr(x, x, x, x, x, g, **options),
   "linear_recurrence": lambda x, g, **options: lajax.linear_recurrence(x, -x, **options),
   "attention": lambda x, g, **options: lajax.attention(x, x, x, **options),
 }  # fmt: skip

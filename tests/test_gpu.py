@@ -10,7 +10,7 @@ from cases import CASES, Shape
 import lajax
 
 pytestmark = pytest.mark.gpu
-KERNELS = [f"{op}-{gate}" for op in ("linear_attention", "delta_rule") for gate in ("none", "head", "channel")]
+KERNELS = [f"{op}-{gate}" for op in ("linear_attention", "delta_rule", "dplr") for gate in ("none", "head", "channel")]
 SHAPES = (Shape(), Shape(T=130, H=2, HV=4, K=128, V=128), Shape(T=65, H=1, HV=2, K=192, V=72))
 
 

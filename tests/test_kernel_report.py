@@ -43,6 +43,7 @@ def check(rows):
     ("sm_80", "float32", "linear_attention", "head"),
     ("sm_90a", "bfloat16", "linear_attention", "channel"),
     ("sm_86", "bfloat16", "delta_rule", "head"),
+    ("sm_80", "bfloat16", "dplr", "channel"),
     ("sm_80", "bfloat16", "attention", "none"),
     ("sm_90a", "float32", "linear_recurrence", "none"),
     ("sm_90a", "bfloat16", "short_conv", "none"),

@@ -1,4 +1,4 @@
-"""The kernels of matrix states, additive and of the delta rule: interpreted on a CPU against `recurrent` in float64.
+"""The kernels of matrix states, additive, of the delta rule and of low rank: interpreted on a CPU against `recurrent` in float64.
 
 The interpreter puts NaN behind an array's end, so that a kernel that reads there without a mask fails every comparison.
 """
@@ -22,14 +22,15 @@ from pallas_cases import (
 import lajax
 from lajax import pallas
 from lajax.pallas.launch import launch
-from lajax.recurrence import delta_rule_step, linear_attention_step
+from lajax.recurrence import delta_rule_step, dplr_step, linear_attention_step
 
 GATES = ("none", "head", "channel")
-FAMILIES = ("linear_attention", "delta_rule")
+FAMILIES = ("linear_attention", "delta_rule", "dplr")
 BASE = Shape()
 STEPS = {
   "linear_attention": (pallas.decode_linear_attention, linear_attention_step),
   "delta_rule": (pallas.decode_delta_rule, delta_rule_step),
+  "dplr": (pallas.decode_dplr, dplr_step),
 }
 
 
@@ -95,8 +96,9 @@ def test_keys_of_several_tiles_in_float32(gate):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["head", "channel"])
-def test_the_widest_keys(gate):
-  case_id = f"delta_rule-{gate}"
+@pytest.mark.parametrize("family", ["delta_rule", "dplr"])
+def test_the_widest_keys(family, gate):
+  case_id = f"{family}-{gate}"
   assert not misses(case_id, Shape(T=130, H=1, HV=1, K=256, V=16), "bfloat16", False, CASES[case_id].rows[:5:2])
 
 
@@ -120,7 +122,7 @@ def test_decode(family, gate):
   draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   B, H, HV, K, V = 3, 2, 4, 12, 40
   args = [draw(B, HV, K, V), draw(B, H, K), draw(B, H, K), draw(B, HV, V)]
-  args += [abs(draw(B, HV))] if family == "delta_rule" else []
+  args += {"delta_rule": [abs(draw(B, HV))], "dplr": [draw(B, H, K), draw(B, H, K)]}.get(family, [])
   g = {"none": None, "head": -abs(draw(B, HV)), "channel": -abs(draw(B, HV, K))}[gate]
   if g is not None:
     g[0] = -np.inf
@@ -149,7 +151,9 @@ def test_nan_stands_behind_an_array():
 
 
 @pytest.mark.parametrize(("gate", "chunk"), [("head", 32), pytest.param("channel", 16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 3, 7)])
+@pytest.mark.parametrize(
+  ("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 3, 7), ("dplr", 3, 7)]
+)
 def test_number_of_launches(family, forward, both, gate, chunk):
   """What is kept between forward and backward is the inputs and the states at the chunks' starts."""
   assert launches(f"{family}-{gate}", BASE) == (forward, both)
@@ -176,6 +180,7 @@ def test_supports():
   [
     lambda x: lajax.linear_attention(x, x, x, impl="pallas")[0],
     lambda x: lajax.delta_rule(x, x, x, x[..., 0], impl="pallas")[0],
+    lambda x: lajax.dplr(x, x, x, x, x, impl="pallas")[0],
   ],
   ids=FAMILIES,
 )

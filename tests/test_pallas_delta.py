@@ -64,5 +64,4 @@ def test_supports():
   assert "K = 128 where q, k and v are not bfloat16" in pallas.supports_delta_rule(wide, wide, v, beta)
   assert "float64" in pallas.supports_delta_rule(q, q, v, array(2, 64, 4, dtype=jnp.float64))
   assert "chunk_size is 7" in pallas.supports_delta_rule(q, q, v, beta, chunk_size=7)
-  assert "`erase` and `write`" in pallas.supports_delta_rule(q, q, v, erase=array(2, 64, 4, 128), write=v)
   assert "2^31 programs" in pallas.supports_delta_rule(long, long, array(2**22, 2**16, 4, 100), beta)

@@ -96,10 +96,11 @@ KERNELS = (
   "mlstm",
   "delta_rule",
   "delta_product",
+  "dplr",
   "linear_recurrence",
   "attention",
 )
-REFUSED = ("GatedDeltaNet2", "ForgettingAttention")  # for `erase` and `write`, `log_forget`
+REFUSED = ("ForgettingAttention",)  # for `log_forget`
 
 
 def test_the_table_of_systems_names_the_forms_that_ops_have():

@@ -47,7 +47,7 @@ def delta_rule(
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
     chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
       one decay a channel.
-    impl: the form, see above; `"pallas"` is without `erase` and `write`, for K up to 256 in bfloat16, else 128.
+    impl: the form, see above; `"pallas"` is for K up to 256 where q, k and v are bfloat16, else 128.
 
   Returns:
     o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
@@ -67,12 +67,13 @@ def delta_rule(
   )  # fmt: skip
   _shapes.check_strengths(beta, erase, write)
   _shapes.check_not_nan(segment_ids, g=g, beta=beta, erase=erase, write=write)
-  supports = functools.partial(
-    pallas.supports_delta_rule, q, k, v, beta, g, initial_state, erase=erase, write=write, chunk_size=chunk_size
-  )
+  kernels, takes, strengths = pallas.run_delta_rule, pallas.supports_delta_rule, (beta,)
+  if erase is not None:
+    kernels, takes, strengths = pallas.run_delta_rule_by_channel, pallas.supports_delta_rule_by_channel, (erase, write)
+  supports = functools.partial(takes, q, k, v, *strengths, g, initial_state, chunk_size=chunk_size)
   if use_kernels(impl, supports, sizes):
-    tokens = (q, k, v, beta, g)
-    return by_kernels(pallas.run_delta_rule, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
+    tokens = (q, k, v, *(cast(x, jnp.float32) for x in (*strengths, g)))
+    return by_kernels(kernels, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, beta, g, erase, write, initial_state), product_precision(q, k, v)
   groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   if segment_ids is not None:  # before products of two inputs, so that NaN in padding stays out of gradients too
@@ -235,7 +236,7 @@ def dplr(
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
     chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
       one decay a channel.
-    impl: the form, see above.
+    impl: the form, see above; `"pallas"` is for K up to 256 where all of q, k, v, a and b are bfloat16, else 128.
 
   Returns:
     o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
@@ -252,6 +253,10 @@ def dplr(
     g=(g, "B T HV | B T HV K"), initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
   _shapes.check_not_nan(segment_ids, g=g)
+  supports = functools.partial(pallas.supports_dplr, q, k, v, a, b, g, initial_state, chunk_size=chunk_size)
+  if use_kernels(impl, supports, sizes):
+    tokens = (q, k, v, a, b, cast(g, jnp.float32))
+    return by_kernels(pallas.run_dplr, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, a, b, g, initial_state), product_precision(q, k, v, a, b)
   wide = lambda x: x.astype(dtype)
   tokens = _dplr.Tokens(wide(q) * scale_of(scale, sizes), wide(k), wide(v), wide(a), wide(b), cast(g, dtype))

@@ -76,7 +76,8 @@ def linear_attention(
     q, k, v = drive.blank_padding((q, k, v), segment_ids >= 0)
   if kernels_wanted:
     kernels = pallas.run_linear_attention if bonus is None else _kernels_reading_before
-    o, state = by_kernels(kernels, supports, (q, k, v, g), initial_state, segment_ids, sizes, scale, chunk_size)
+    inputs = (q, k, v, cast(g, jnp.float32))
+    o, state = by_kernels(kernels, supports, inputs, initial_state, segment_ids, sizes, scale, chunk_size)
   else:
     tokens = _linear.Tokens(q.astype(dtype) * scale_of(scale, sizes), k.astype(dtype), v.astype(dtype), cast(g, dtype))
     state = first_state(initial_state, sizes, dtype)

@@ -76,18 +76,17 @@ def use_kernels(impl: str, supports: Callable[[], str | None], sizes) -> bool:
 def by_kernels(
   kernels: Callable, supports: Callable[[], str | None], tokens, initial_state, segment_ids, sizes, scale, chunk_size
 ):
-  """`impl="pallas"` of a matrix state: kernels(*tokens, state, runs, scale), tokens being q, k, v and gates.
+  """`impl="pallas"` of a matrix state: kernels(*tokens, state, runs, scale), tokens being q, k, v and others, gates in float32.
 
   `supports` says in a sentence what the kernels do not take; it is asked once the arguments are known to be right.
   """
   _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   _shapes.check_positive("chunk_size", chunk_size)
   refuse(supports())
-  q, k, v, *gates = tokens
+  v = tokens[2]
   state = first_state(initial_state, sizes, jnp.float32)
   if 0 in v.shape or 0 in state.shape:
     return jnp.zeros(v.shape, v.dtype), state
-  tokens = (q, k, v, *(cast(x, jnp.float32) for x in gates))
   return _compute_by_kernels(kernels, tokens, state, segment_ids, float(scale_of(scale, sizes)))
 
 

@@ -14,6 +14,11 @@ from lajax.pallas.attention import supports as supports_attention
 from lajax.pallas.delta_rule import decode as decode_delta_rule
 from lajax.pallas.delta_rule import delta_rule as run_delta_rule
 from lajax.pallas.delta_rule import supports as supports_delta_rule
+from lajax.pallas.dplr import decode as decode_dplr
+from lajax.pallas.dplr import delta_rule_by_channel as run_delta_rule_by_channel
+from lajax.pallas.dplr import dplr as run_dplr
+from lajax.pallas.dplr import supports as supports_dplr
+from lajax.pallas.dplr import supports_by_channel as supports_delta_rule_by_channel
 from lajax.pallas.launch import wanted
 from lajax.pallas.linear_attention import decode as decode_linear_attention
 from lajax.pallas.linear_attention import linear_attention as run_linear_attention
@@ -27,15 +32,20 @@ from lajax.pallas.short_conv import supports as supports_short_conv
 
 __all__ = [
   "decode_delta_rule",
+  "decode_dplr",
   "decode_linear_attention",
   "run_attention",
   "run_delta_rule",
+  "run_delta_rule_by_channel",
+  "run_dplr",
   "run_gated_rms_norm",
   "run_linear_attention",
   "run_linear_recurrence",
   "run_short_conv",
   "supports_attention",
   "supports_delta_rule",
+  "supports_delta_rule_by_channel",
+  "supports_dplr",
   "supports_gated_rms_norm",
   "supports_linear_attention",
   "supports_linear_recurrence",

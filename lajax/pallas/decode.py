@@ -1,6 +1,7 @@
 """The kernel of one token of a matrix state: S = Diag(exp g) S, then S += k w^T, and o = scale S^T q.
 
-What is written, w, is v; or of the delta rule, beta (v - S^T k).
+What is written, w, is v; or of the delta rule, beta (v - S^T k). Of diagonal plus low rank, b (S^T a)^T of the S before
+is added.
 """
 
 import functools
@@ -22,12 +23,13 @@ AXES = Axes(False, False, True)
 
 def _kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   """One read and one write of a tile of a state, K whole."""
-  q_ref, k_ref, v_ref, beta_ref, g_ref, state_ref = inputs
+  q_ref, k_ref, v_ref, beta_ref, g_ref, a_ref, b_ref, state_ref = inputs
   next_ref, o_ref = outputs
   place = places(p, AXES)[0](pl.program_id(0))
   keys, values = p.keys(0), p.values(place.j)
   S = take(state_ref, both(keys, values))
   q, k, v = take(q_ref, keys).astype(f32), take(k_ref, keys).astype(f32), take(v_ref, values).astype(f32)
+  old = None if a_ref is None else jnp.sum(take(a_ref, keys).astype(f32)[:, None] * S, axis=0)
   if p.gate == "head":
     S = jnp.exp(take(g_ref, None).astype(f32)) * S
   elif p.gate == "channel":
@@ -35,6 +37,8 @@ def _kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   if beta_ref is not None:
     v = take(beta_ref, None).astype(f32) * (v - jnp.sum(k[:, None] * S, axis=0))
   S = S + k[:, None] * v[None, :]
+  if old is not None:
+    S = S + take(b_ref, keys).astype(f32)[:, None] * old[None, :]
   give(next_ref, S, both(keys, values))
   give(o_ref, p.scale * jnp.sum(q[:, None] * S, axis=0), values)
 
@@ -48,18 +52,21 @@ def decode(
   beta: Float[Array, "B HV"] | None,
   g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None,
   scale: float,
+  a: Float[Array, "B H K"] | None = None,
+  b: Float[Array, "B H K"] | None = None,
 ) -> tuple[Float[Array, "B HV K V"], Float[Array, "B HV V"]]:
-  """The next state, float32, and o in v.dtype; of the delta rule where there is a beta. Has no derivative.
+  """The next state, float32, and o in v.dtype; of the delta rule where there is a beta, low rank too with a and b. Has no derivative.
 
   The state is read once and written once, and in place where the caller donates it.
   """
   p = _plan(q, v, g, scale)
   specs = _specs(p)
   state, o = launch(
-    functools.partial(_kernel, p=p), (q, k, v, beta, g, state),
+    functools.partial(_kernel, p=p), (q, k, v, beta, g, a, b, state),
     name=name, programs=places(p, AXES)[1], warps=p.warps, stages=p.stages,
-    in_specs=[specs[name] for name in ("q", "q", "v", "head", p.gate, "state")], out_specs=[specs["state"], specs["v"]],
-    out_shapes=[jax.ShapeDtypeStruct(state.shape, f32), jax.ShapeDtypeStruct(v.shape, v.dtype)], aliases={5: 0},
+    in_specs=[specs[name] for name in ("q", "q", "v", "head", p.gate, "q", "q", "state")],
+    out_specs=[specs["state"], specs["v"]],
+    out_shapes=[jax.ShapeDtypeStruct(state.shape, f32), jax.ShapeDtypeStruct(v.shape, v.dtype)], aliases={7: 0},
   )  # fmt: skip
   return state, o
 

@@ -90,12 +90,8 @@ def _backward(scale: float, residuals, cotangents):
 _correct = differentiable(_forward, _backward)
 
 
-def supports(
-  q, k, v, beta=None, g=None, initial_state=None, *, erase=None, write=None, chunk_size: int | None = None
-) -> str | None:
+def supports(q, k, v, beta=None, g=None, initial_state=None, *, chunk_size: int | None = None) -> str | None:
   """None where the kernels take this, else a sentence that says what they do not take. Reads shapes and dtypes only."""
-  if erase is not None or write is not None:
-    return "the kernels do not have `erase` and `write`."
   p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
   if p.K > forward.WIDE and p.dtype != jnp.bfloat16:
     return f"the kernels take keys of up to K = {forward.WIDE} where q, k and v are not bfloat16, and K is {p.K}."

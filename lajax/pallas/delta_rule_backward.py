@@ -10,19 +10,18 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lajax.pallas import tiles
-from lajax.pallas.delta_rule_forward import (
-  WIDE,
+from lajax.pallas.delta_rule_forward import WIDE, scores
+from lajax.pallas.launch import launch
+from lajax.pallas.plan import Axes, Plan, Tiles, over, places, runs_of, specs
+from lajax.pallas.state_tiles import (
   decays,
   give_state,
   parts_of,
   read_state,
-  scores,
   take_parts,
   take_state,
   total_decay,
 )
-from lajax.pallas.launch import launch
-from lajax.pallas.plan import Axes, Plan, Tiles, over, places, runs_of, specs
 from lajax.pallas.tiles import both, give, iota, take
 
 f32 = jnp.float32
@@ -134,7 +133,8 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
     give_state(kept_ref, dS, parts, values, n)
     runs = runs_of(p, runs_ref, edges_ref, n, at)
-    (head, tail), beta = decays(p, g_ref, at, tokens), take(beta_ref.at[at], tokens).astype(f32)[:, None]
+    head, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.tail_per_head)
+    beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
     dW = take(dread_ref.at[at, :], both(tokens, values))
     k, rounded = take_parts(writer_ref, at, tokens, parts), [x.astype(p.kept) for x in dS]  # in every token alike
     dW += tiles.to_end(runs, tail * read_state(fine, k, rounded))

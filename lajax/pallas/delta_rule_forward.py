@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,15 @@ from jaxtyping import Array, Float
 from lajax.pallas import tiles
 from lajax.pallas.launch import launch
 from lajax.pallas.plan import Axes, Plan, Tiles, over, places, runs_of, specs
+from lajax.pallas.state_tiles import (
+  decays,
+  give_state,
+  parts_of,
+  read_state,
+  take_parts,
+  take_state,
+  total_decay,
+)
 from lajax.pallas.tiles import Products, both, give, iota, take
 
 f32 = jnp.float32
@@ -99,49 +107,6 @@ def solve(p: Plan, k, beta, g, runs, edges) -> tuple[Array, Array, Array]:
 
 
 # --- carry: states from chunk to chunk -------------------------------------------------------------------------------
-#
-# A state is a list of tiles of K, and so are the keys of a chunk.
-
-
-def decays(p: Plan, g_ref, at, tokens) -> tuple[Array | float, Array | float]:
-  """By token [C 1], from a chunk's start and to its end; 1 with one a channel, which keys and queries have in them."""
-  if p.gate != "head":
-    return 1.0, 1.0
-  g = take(g_ref.at[at], tokens).astype(f32)
-  return tiles.head_per_head(g)[:, None], tiles.tail_per_head(g)[:, None]
-
-
-def total_decay(p: Plan, g_ref, at, tokens, part) -> Array:
-  """Of a chunk and a tile of K, [] or [K 1]."""
-  if p.gate == "none":
-    return jnp.ones((), f32)
-  if p.gate == "head":
-    return jnp.exp(jnp.sum(take(g_ref.at[at], tokens).astype(f32)))
-  rows, keys = part
-  return jnp.exp(jnp.sum(take(g_ref.at[at, rows], both(tokens, keys)).astype(f32), axis=0))[:, None]
-
-
-def parts_of(p: Plan) -> list[tuple[Any, Array | None]]:
-  """Where each tile of K is, and which of its columns are keys."""
-  return [(pl.ds(i * p.k_tile, p.k_tile), p.keys(i)) for i in range(p.NK)]
-
-
-def take_parts(ref, at, rows: Array | None, parts) -> list[Array]:
-  """[rows K] of a ref, by tiles of K."""
-  return [take(ref.at[at, columns], both(rows, keys)) for columns, keys in parts]
-
-
-def take_state(ref, parts, values: Array | None) -> list[Array]:
-  return [take(ref.at[rows, :], both(keys, values)) for rows, keys in parts]
-
-
-def give_state(ref, S: list[Array], parts, values: Array | None, *at) -> None:
-  for x, (rows, keys) in zip(S, parts, strict=True):
-    give(ref.at[(*at, rows, slice(None))], x, both(keys, values))
-
-
-def read_state(product: Products, x: list[Array], S: list[Array]) -> Float[Array, "C V"]:
-  return sum(product(a, b) for a, b in zip(x[1:], S[1:], strict=True)) + product(x[0], S[0])
 
 
 def _carry_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
@@ -156,7 +121,8 @@ def _carry_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
     give_state(kept_ref, S, parts, values, n)
     runs = runs_of(p, runs_ref, edges_ref, n, at)
-    (head, tail), beta = decays(p, g_ref, at, tokens), take(beta_ref.at[at], tokens).astype(f32)[:, None]
+    head, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.tail_per_head)
+    beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
     Y = take(v_ref.at[at, :], both(tokens, values)).astype(f32)
     Y -= tiles.from_start(runs, head * read_state(product, take_parts(reader_ref, at, tokens, parts), S))
     W = beta * (Y - fine(take(solved_ref.at[n], None), beta * Y))

@@ -12,6 +12,9 @@ from lajax.pallas.attention import attention
 from lajax.pallas.delta_rule import decode as decode_delta_rule
 from lajax.pallas.delta_rule import delta_rule
 from lajax.pallas.delta_rule import supports as supports_delta_rule
+from lajax.pallas.dplr import decode as decode_dplr
+from lajax.pallas.dplr import dplr
+from lajax.pallas.dplr import supports as supports_dplr
 from lajax.pallas.linear_attention import decode as decode_linear_attention
 from lajax.pallas.linear_attention import linear_attention
 from lajax.pallas.linear_recurrence import linear_recurrence
@@ -25,12 +28,21 @@ KERNELS = {  # of each family, in the order of their launches
   "delta_rule": (
     "delta_solve", "delta_states", "read_outputs", "delta_errors", "delta_cotangents", "delta_scores", "delta_pairs", "delta_decode",
   ),
+  "dplr": (
+    "dplr_solve", "dplr_states", "dplr_outputs", "dplr_errors", "dplr_cotangents", "dplr_scores", "dplr_pairs", "dplr_decode",
+  ),
   "attention": ("attention_forward", "attention_queries", "attention_keys"),
   "linear_recurrence": ("recurrence_summaries", "recurrence_combine", "recurrence_replay", "recurrence_reverse"),
   "short_conv": ("conv_forward", "conv_backward"),
   "gated_rms_norm": ("norm_forward", "norm_backward"),
 }  # fmt: skip
-WITHOUT_PRODUCTS = ("decode", "delta_decode", *(name for family in list(KERNELS)[3:] for name in KERNELS[family]))
+GATED = ("linear_attention", "delta_rule", "dplr")
+WITHOUT_PRODUCTS = (
+  "decode",
+  "delta_decode",
+  "dplr_decode",
+  *(name for family in list(KERNELS)[4:] for name in KERNELS[family]),
+)
 f32 = jnp.float32
 
 
@@ -63,10 +75,11 @@ class Program(NamedTuple):
 def cases() -> Iterator[Case]:
   """All that the report compiles: what the kernels take."""
   for family in KERNELS:
-    gates = GATES if family in ("linear_attention", "delta_rule") else ("none",)
+    gates = GATES if family in GATED else ("none",)
     for case in (Case(family, *axes) for axes in itertools.product(gates, WIDTHS, DTYPES)):
       q = jax.ShapeDtypeStruct((1, 1, 1, case.D), case.dtype)
-      if family != "delta_rule" or supports_delta_rule(q, q, q) is None:
+      refused = {"delta_rule": supports_delta_rule(q, q, q), "dplr": supports_dplr(q, q, q, q, q)}
+      if refused.get(family) is None:
         yield case
 
 
@@ -86,6 +99,7 @@ def programs(
   call, args = {
     "linear_attention": (linear_attention, (q, q, q, g, state)),
     "delta_rule": (delta_rule, (q, q, q, beta, g, state)),
+    "dplr": (dplr, (q, q, q, q, q, g, state)),
     "attention": (functools.partial(attention, scale=D**-0.5), (q, q, q, None, None, None)),
     "linear_recurrence": (linear_recurrence, (x, array(x.shape, f32), array((B, H * D), f32), None)),
     "short_conv": (short_conv, (x, array((H * D, 4), f32), channels, array((B, 3, H * D), dtype), None)),
@@ -100,6 +114,8 @@ def programs(
     found["decode"] = Program(decode_linear_attention, (state, token, token, token, g_token), (0,))
   elif family == "delta_rule":
     found["decode"] = Program(decode_delta_rule, (state, token, token, token, beta_token, g_token), (0,))
+  elif family == "dplr":
+    found["decode"] = Program(decode_dplr, (state, token, token, token, token, token, g_token), (0,))
   return found
 
 

@@ -132,6 +132,20 @@ def tail_per_head(g: Float[Array, "C"]) -> Float[Array, "C"]:
   return jnp.exp(jnp.sum(jnp.where(iota(shape, 0) > iota(shape, 1), g[:, None], 0.0), axis=0))
 
 
+def before_per_head(g: Float[Array, "C"]) -> Float[Array, "C"]:
+  """exp of the sums of g over l < i: of what reads before its token's own decay."""
+  shape = (g.shape[0], g.shape[0])
+  return jnp.exp(jnp.sum(jnp.where(iota(shape, 0) < iota(shape, 1), g[:, None], 0.0), axis=0))
+
+
+def between_before_per_head(g: Float[Array, "C"]) -> Float[Array, "C C"]:
+  """exp of the sums of g over j < l < i; 1 where there are none."""
+  shape = (g.shape[0], g.shape[0])
+  row, column = iota(shape, 0), iota(shape, 1)
+  preceding = jnp.sum(jnp.where(row == column + 1, g[None, :], 0.0), axis=1)
+  return jnp.exp(jnp.cumsum(jnp.where(row > column + 1, preceding[:, None], 0.0), axis=0))
+
+
 def sums(keep: Bool[Array, "C C"], x: Float[Array, "C K"], product: Products) -> Float[Array, "C K"]:
   """For each row of `keep`, the sum of the rows of x that it keeps."""
   return product(keep.astype(product.dtype), x)
@@ -140,6 +154,12 @@ def sums(keep: Bool[Array, "C C"], x: Float[Array, "C K"], product: Products) ->
 def head_per_channel(g: Float[Array, "C K"]) -> Float[Array, "C K"]:
   """exp of the sums of g over l <= i."""
   return jnp.exp(jnp.cumsum(g, axis=0))
+
+
+def before_per_channel(g: Float[Array, "C K"], full: Products) -> Float[Array, "C K"]:
+  """exp of the sums of g over l < i."""
+  shape = (g.shape[0], g.shape[0])
+  return jnp.exp(sums(iota(shape, 0) > iota(shape, 1), jnp.maximum(g, NEGLIGIBLE), full))
 
 
 def tail_per_channel(g: Float[Array, "C K"], full: Products) -> Float[Array, "C K"]:
@@ -155,19 +175,45 @@ def halves(g: Float[Array, "C K"]) -> Iterator[tuple[int, Array, Array]]:
   is the product of the two. So each h < C gives the scores of its pairs as one product of matrices, both factors of
   which decay. The last one, h = C, is the decay from the chunk's start and to its end.
   """
-  C, K = g.shape
-  upto, after = jnp.exp(g), jnp.ones_like(g)
+  for h, (upto,), after in _halves([jnp.exp(g)]):
+    yield h, upto, after
+
+
+def halves_before(g: Float[Array, "C K"]) -> Iterator[tuple[int, Array, Array, Array]]:
+  """As `halves`, with the decay from the start of its part to before the token's own in the middle."""
+  for h, (upto, before), after in _halves([jnp.exp(g), jnp.ones_like(g)]):
+    yield h, upto, before, after
+
+
+def _halves(heads: list[Array]) -> Iterator[tuple[int, list[Array], Array]]:
+  """The first of the heads is exp g; each grows to the whole chunk's."""
+  (C, K), after = heads[0].shape, jnp.ones_like(heads[0])
   h = 1
   while h < C:
-    yield h, upto, after
+    yield h, heads, after
     pair = (C // (2 * h), 2 * h, K)
-    place, u, a = iota(pair, 1), upto.reshape(pair), after.reshape(pair)
+    place, u, a = iota(pair, 1), heads[0].reshape(pair), after.reshape(pair)
     first = jnp.sum(jnp.where(place == h - 1, u, 0.0), axis=1, keepdims=True)  # of the whole earlier half
     second = jnp.sum(jnp.where(place == 2 * h - 1, u, 0.0), axis=1, keepdims=True)
-    upto = jnp.where(place >= h, u * first, u).reshape(C, K)
+    heads = [jnp.where(place >= h, x * first, x).reshape(C, K) for x in (u, *(x.reshape(pair) for x in heads[1:]))]
     after = jnp.where(place < h, a * second, a).reshape(C, K)
     h *= 2
-  yield h, upto, after
+  yield h, heads, after
+
+
+def decays_of_halves(g: Float[Array, "C K"], level: Int[Array, ""] | int, full: Products) -> tuple[Array, Array, Array]:
+  """What `halves_before` gives with h = 2^level, which need not be known beforehand: from sums over the intervals."""
+  shape = (g.shape[0], g.shape[0])
+  row, column, g = iota(shape, 0), iota(shape, 1), jnp.maximum(g, NEGLIGIBLE)
+  part = (row >> level) == (column >> level)
+  decay = lambda keep: jnp.exp(sums(part & keep, g, full))
+  return decay(row >= column), decay(row > column), decay(row < column)
+
+
+def pairs_of_level(C: int, level: Int[Array, ""] | int) -> Bool[Array, "C C"]:
+  """`pairs_of_halves` with h = 2^level, which need not be known beforehand."""
+  i, j = iota((C, C), 0), iota((C, C), 1)
+  return ((i ^ j) >> level) == 1
 
 
 def pairs_of_halves(C: int, h: int) -> Bool[Array, "C C"]:

@@ -1,0 +1,362 @@
+"""Backward kernels of diagonal plus low rank: what tokens read, cotangents from chunk to chunk, and of pairs."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from lajax.pallas import tiles
+from lajax.pallas.dplr_forward import WIDE, Reader, decayed_results, scores
+from lajax.pallas.launch import launch
+from lajax.pallas.plan import Axes, Plan, Tiles, over, places, runs_of, specs
+from lajax.pallas.state_tiles import decays, give_state, parts_of, read_state, take_parts, take_state, total_decay
+from lajax.pallas.tiles import Products, both, give, iota, take
+
+f32 = jnp.float32
+TILES = {  # without spills on every architecture that lajax.pallas.report compiles for
+  ("errors", False, False): Tiles(64, 16, 8, 1),
+  ("errors", True, False): Tiles(16, 16, 4, 1),
+  ("errors", False, True): Tiles(32, 32, 8, 1),
+  ("errors", True, True): Tiles(32, 32, 4, 1),
+  ("errors_wide", False, False): Tiles(32, 16, 4, 1),
+  ("errors_wide", True, False): Tiles(16, 16, 4, 1),
+  ("carry_back", False, False): Tiles(64, 32, 4, 2),
+  ("carry_back_wide", False, False): Tiles(128, 16, 4, 1),
+  ("carry_back", True, False): Tiles(64, 32, 4, 2),
+  ("carry_back_wide", True, False): Tiles(64, 16, 8, 2),
+  ("carry_back", False, True): Tiles(128, 16, 8, 1),
+  ("carry_back", True, True): Tiles(32, 16, 8, 1),
+  ("scores", False, False): Tiles(32, 16, 8, 1),
+  ("scores", True, False): Tiles(32, 32, 4, 1),
+  ("scores", False, True): Tiles(16, 16, 4, 1),
+  ("scores", True, True): Tiles(32, 32, 4, 1),
+  ("scores_wide", False, False): Tiles(16, 16, 4, 1),
+  ("scores_wide", True, False): Tiles(32, 32, 4, 1),
+  ("pairs", False, False): Tiles(16, 16, 8, 1),
+  ("pairs", True, False): Tiles(16, 32, 8, 1),
+  ("pairs", False, True): Tiles(16, 32, 8, 1),
+  ("pairs", True, True): Tiles(32, 32, 4, 1),
+}
+AXES = {
+  "errors": Axes(True, False, False),
+  "carry_back": Axes(False, False, True),
+  "scores": Axes(True, False, False),
+  "pairs": Axes(True, True, False),
+}
+
+
+# --- errors: what each token read ------------------------------------------------------------------------------------
+
+
+def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """G, N_ak and scale P_k of a chunk, W = X - G X, and scale P_b^T do."""
+  q_ref, a_ref, b_ref, k_ref, v_ref, do_ref, g_ref, runs_ref, edges_ref, kept_ref = inputs
+  solved_ref, fresh_ref, later_ref, read_ref, dread_ref, *decayed_refs = outputs
+  product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
+  full = tiles.full_products(interpreted)
+  place = places(p, AXES["errors"])[0](pl.program_id(0))
+  tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
+  row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
+  early, late, written = Reader(a_ref, True), Reader(q_ref, False), [b_ref, k_ref]
+  found = scores(p, fine, tokens, [early], written, g_ref, decayed_refs[:3])
+  N_ab, N_ak = (tiles.pairs(runs, row > column, x) for x in found)
+  give(fresh_ref, N_ak, None)
+  G = tiles.solve(-N_ab, jnp.ones(p.C, f32), fine)
+  give(solved_ref, G, None)
+
+  def correct(j, nothing):
+    at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
+
+    def tile(i, sums):
+      rows, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
+      a = take(a_ref.at[:, rows], both(tokens, keys))
+      if p.gate == "channel":
+        g = take(g_ref.at[:, rows], both(tokens, keys)).astype(f32)
+        a = a.astype(f32) * tiles.before_per_channel(g, full)
+      return sums + product(a, take(kept_ref.at[rows, at], both(keys, values)))
+
+    old = over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32))
+    if p.gate == "head":
+      old *= tiles.before_per_head(take(g_ref, tokens).astype(f32))[:, None]
+    X = fine(N_ak, take(v_ref.at[:, at], both(tokens, values))) + tiles.from_start(runs, old)
+    give(read_ref.at[:, at], X - fine(G, X), both(tokens, values))
+    return nothing
+
+  over(p.NV, correct, jnp.int32(0))
+  found = scores(
+    p, fine, tokens, [late], written, g_ref, decayed_refs[3:]
+  )  # not before they are needed: saves registers
+  P_b, P_k = (p.scale * tiles.pairs(runs, row >= column, x) for x in found)
+  give(later_ref, P_k, None)
+
+  def respond(j, nothing):
+    at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
+    do = take(do_ref.at[:, at], both(tokens, values))
+    give(dread_ref.at[:, at], fine.outer(P_b, do), both(tokens, values))
+    return nothing
+
+  over(p.NV, respond, jnp.int32(0))
+
+
+def errors(p: Plan, q, a, b, k, v, do, g, runs, edges, kept) -> tuple[list[Array], Array, Array, list[Array]]:
+  """G, N_ak and scale P_k; W; scale P_b^T do; and a as it reads from a state, b and k as they write to one, q as it reads."""
+  p = p.cut(TILES, "errors_wide" if p.K > WIDE else "errors")
+  blocks = specs(p, AXES["errors"])
+  square, tall = ("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), ("v", v.shape, f32)
+  results = [square, square, square, tall, tall, *decayed_results(p, p.kept, f32, f32, p.kept)]
+  solved, fresh, later, found, dread, *decayed = launch(
+    functools.partial(_errors_kernel, p=p), (q, a, b, k, v, do, g, runs, edges, kept), name="dplr_errors",
+    programs=places(p, AXES["errors"])[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in ("q", "q", "q", "q", "v", "v", p.gate, "runs", "edges", "kept")],
+    out_specs=[blocks[name] for name, _, _ in results],
+    out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
+  )  # fmt: skip
+  return [solved, fresh, later], found, dread, decayed or [a, b, k, q]
+
+
+# --- carry_back: cotangents from chunk to chunk -----------------------------------------------------------------------
+
+
+def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """dS = total dS + scale (head q)^T do + (before a)^T dX, in reverse, keeping dX, and dS after each chunk."""
+  a_ref, q_ref, b_ref, do_ref, dread_ref, g_ref, runs_ref, edges_ref, solved_ref, dlast_ref = inputs
+  kept_ref, dx_ref, dstate_ref = outputs
+  product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
+  parts = parts_of(p)
+  values = p.values(places(p, AXES["carry_back"])[0](pl.program_id(0)).j)
+
+  def chunk(m, dS):
+    n = p.N - 1 - m
+    at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
+    mask = both(tokens, values)
+    give_state(kept_ref, dS, parts, values, n)
+    runs = runs_of(p, runs_ref, edges_ref, n, at)
+    head, before, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head)
+    b, rounded = take_parts(b_ref, at, tokens, parts), [x.astype(p.kept) for x in dS]  # in every token alike
+    dW = take(dread_ref.at[at, :], mask) + tiles.to_end(runs, tail * read_state(fine, b, rounded))
+    dX = dW - fine.outer(take(solved_ref.at[n], None), dW)
+    give(dx_ref.at[at, :], dX, mask)
+    do = tiles.from_start(runs, p.scale * head * take(do_ref.at[at, :], mask).astype(f32))
+    dX = tiles.from_start(runs, before * dX)
+
+    def update(x, part):
+      q, a = (take(ref.at[at, part[0]], both(tokens, part[1])) for ref in (q_ref, a_ref))
+      total = tiles.throughout(runs, total_decay(p, g_ref, at, tokens, part))
+      return total * x + product.outer(q, do) + fine.outer(a, dX)
+
+    return [update(x, part) for x, part in zip(dS, parts, strict=True)]
+
+  give_state(dstate_ref, lax.fori_loop(0, p.N, chunk, take_state(dlast_ref, parts, values)), parts, values)
+
+
+def carry_back(p: Plan, a, q, b, do, dread, g, runs, edges, solved, dlast) -> Sequence[Array]:
+  p = p.cut(TILES, "carry_back_wide" if p.K > WIDE else "carry_back")
+  blocks = specs(p, AXES["carry_back"])
+  kept = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept)
+  key = "dq" if p.gate == "channel" else "q"
+  return launch(
+    functools.partial(_carry_back_kernel, p=p), (a, q, b, do, dread, g, runs, edges, solved, dlast),
+    name="dplr_cotangents", programs=places(p, AXES["carry_back"])[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in (key, key, key, "v", "v", p.gate, "runs", "edges", "pairs", "state")],
+    out_specs=[blocks[name] for name in ("kept", "v", "state")],
+    out_shapes=[kept, jax.ShapeDtypeStruct(do.shape, f32), jax.ShapeDtypeStruct(dlast.shape, f32)],
+  )  # fmt: skip
+
+
+# --- scores: cotangents of pairs of tokens, and of v -----------------------------------------------------------------
+
+
+def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """dP = scale do W^T and scale do v^T, dN = dX W^T and dX v^T; dv = scale P_k^T do + N_ak^T dX + (tail k) dS.
+
+  Of pairs of one document, below the diagonal (dP on it too); one decay a head between the two is in them already.
+  """
+  k_ref, v_ref, do_ref, read_ref, dx_ref, g_ref, runs_ref, edges_ref, fresh_ref, later_ref, dkept_ref = inputs
+  squares_ref, dv_ref = outputs
+  fine = tiles.fine_products(p.dtype, interpreted)
+  place = places(p, AXES["scores"])[0](pl.program_id(0))
+  tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
+  row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
+  g = take(g_ref, tokens).astype(f32) if p.gate == "head" else None
+
+  def tile(j, sums):
+    at, mask = pl.ds(j * p.v_tile, p.v_tile), both(tokens, p.values(j))
+    v, do, W, dX = (take(ref.at[:, at], mask) for ref in (v_ref, do_ref, read_ref, dx_ref))
+    pairs = (do, W), (do, v), (dX, W), (dX, v)
+    return [sum + fine.inner(x, y) for sum, (x, y) in zip(sums, pairs, strict=True)]
+
+  found = over(p.NV, tile, [jnp.zeros((p.C, p.C), f32)] * 4)
+  late, early = (p.scale, 1.0) if g is None else (p.scale * tiles.between_per_head(g), tiles.between_before_per_head(g))
+  for n, x in enumerate(found):
+    kept = tiles.pairs(runs, row >= column, late * x) if n < 2 else tiles.pairs(runs, row > column, early * x)
+    give(squares_ref.at[jnp.int32(n)], kept, None)
+
+  def values(j, nothing):
+    at, keep = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
+
+    def written(i, sum):
+      rows, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
+      return sum + fine(take(k_ref.at[:, rows], both(tokens, keys)), take(dkept_ref.at[rows, at], both(keys, keep)))
+
+    dv = over(p.NK, written, jnp.zeros((p.C, p.v_tile), f32))
+    dv = tiles.to_end(runs, dv if g is None else dv * tiles.tail_per_head(g)[:, None])
+    do, dX = (take(ref.at[:, at], both(tokens, keep)) for ref in (do_ref, dx_ref))
+    dv += fine.outer(take(fresh_ref, None), dX) + fine.outer(take(later_ref, None), do)
+    give(dv_ref.at[:, at], dv, both(tokens, keep))
+    return nothing
+
+  over(p.NV, values, jnp.int32(0))
+
+
+def scores_back(p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkept) -> Sequence[Array]:
+  """dP_b, dP_k, dN_ab and dN_ak; and dv."""
+  p = p.cut(TILES, "scores_wide" if p.K > WIDE else "scores")
+  blocks = specs(p, AXES["scores"])
+  squares, key = jax.ShapeDtypeStruct((p.B, p.HV, p.N, 4, p.C, p.C), f32), "dq" if p.gate == "channel" else "q"
+  g = g if p.gate == "head" else None
+  inputs = key, "v", "v", "v", "v", "head", "runs", "edges", "pairs", "pairs", "kept"
+  return launch(
+    functools.partial(_scores_kernel, p=p), (k, v, do, found, dx, g, runs, edges, fresh, later, dkept),
+    name="dplr_scores", programs=places(p, AXES["scores"])[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in inputs],
+    out_specs=[_squares(p, AXES["scores"]), blocks["v"]],
+    out_shapes=[squares, jax.ShapeDtypeStruct(v.shape, v.dtype)],
+  )  # fmt: skip
+
+
+def _squares(p: Plan, along: Axes) -> pl.BlockSpec:
+  """Of a chunk, dP_b, dP_k, dN_ab and dN_ak."""
+  place = places(p, along)[0]
+
+  def index(program):
+    at = place(program)
+    return at.b, at.h, at.n, 0, 0, 0
+
+  return pl.BlockSpec((None, None, None, 4, p.C, p.C), index)
+
+
+# --- pairs: dq, da, db, dk and dg ------------------------------------------------------------------------------------
+
+
+def _through(fine: Products, squares_ref, load, keep, decays=None, first: int = 0, sums=()) -> tuple[Array, ...]:
+  """The cotangents of q, a, b and k from those of their scores, of which `keep` says whose, added to `sums`.
+
+  The four kinds of scores one after the other, from the first on, and what they are of loaded anew: so that few tiles are in
+  registers at a time.
+  """
+
+  def one(m, sums):
+    dq, da, db, dk = sums
+    late, by_b = m < 2, (m & 1) == 0
+    x = jnp.where(keep(late), take(squares_ref.at[m], None), 0.0)
+    q, a, b, k = load()
+    reader, written, head, tail = jnp.where(late, q, a), jnp.where(by_b, b, k), 1.0, 1.0
+    if decays is not None:
+      head, tail = jnp.where(late, decays[0], decays[1]), decays[2]
+      reader, written = reader * head, written * tail
+    reads, writes = fine(x, written) * head, fine.outer(x, reader) * tail
+    dq, da = dq + jnp.where(late, reads, 0.0), da + jnp.where(late, 0.0, reads)
+    return dq, da, db + jnp.where(by_b, writes, 0.0), dk + jnp.where(by_b, 0.0, writes)
+
+  return lax.fori_loop(first, 4, one, sums)
+
+
+def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """dq, da, db, dk and dg of one tile of K: as in the additive family, with two readers and two that are read.
+
+  Between neighbours, of which the later one reads before its decay, stands none: they are apart, as a token with itself is.
+  """
+  q_ref, a_ref, b_ref, k_ref, v_ref, do_ref, read_ref, dx_ref, g_ref, runs_ref, edges_ref, *refs = inputs
+  squares_ref, kept_ref, dkept_ref = refs
+  product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
+  place = places(p, AXES["pairs"])[0](pl.program_id(0))
+  tokens, keys = p.tokens(place.n), p.keys(place.i)
+  runs, mask = runs_of(p, runs_ref, edges_ref, place.n, slice(None)), both(tokens, keys)
+  row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
+  dtype = f32 if p.gate == "channel" else tiles.operand_dtype(q_ref, a_ref, b_ref, k_ref)
+  load = lambda: [take(ref, mask).astype(dtype) for ref in (q_ref, a_ref, b_ref, k_ref)]
+  apart = lambda late: (row > column + 1) | (late & (row > column))
+  tall, g, levels = jnp.zeros((p.C, p.k_tile), f32), None, p.C.bit_length() - 1
+  if p.gate == "channel":
+    g = take(g_ref, mask).astype(f32)
+
+    def halves(level, sums, g=g):
+      keep = lambda late: apart(late) & tiles.pairs_of_level(p.C, level)
+      return _through(fine, squares_ref, load, keep, tiles.decays_of_halves(g, level, fine), sums=sums)
+
+    by_q, by_a, db, dk = lax.fori_loop(0, levels, halves, (tall,) * 4)
+  else:
+    by_q, by_a, db, dk = _through(fine, squares_ref, load, apart, sums=(tall,) * 4)
+
+  def tile(j, sums):
+    dq, da, b_writes, k_writes, total = sums
+    at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
+    v, do, W, dX = (take(ref.at[:, at], both(tokens, values)) for ref in (v_ref, do_ref, read_ref, dx_ref))
+    S, dS = take(kept_ref.at[:, at], both(keys, values)), take(dkept_ref.at[:, at], both(keys, values))
+    dq, da = dq + product.inner(do, S), da + product.inner(dX, S)
+    b_writes, k_writes = b_writes + product.inner(W, dS), k_writes + product.inner(v, dS)
+    return dq, da, b_writes, k_writes, total + jnp.sum(S.astype(f32) * dS.astype(f32), axis=1)
+
+  dq, da, b_writes, k_writes, total = over(p.NV, tile, (tall, tall, tall, tall, jnp.zeros(p.k_tile, f32)))
+  head = before = tail = 1.0
+  if p.gate == "channel" and g is not None:
+    head, before, tail = tiles.decays_of_halves(g, levels, fine)
+  elif p.gate == "head":
+    g = take(g_ref, tokens).astype(f32)
+    head, before, tail = (x(g)[:, None] for x in (tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head))
+  dq, da = by_q + tiles.from_start(runs, p.scale * head * dq), by_a + tiles.from_start(runs, before * da)
+  b_writes, k_writes = tiles.to_end(runs, tail * b_writes), tiles.to_end(runs, tail * k_writes)
+  q, a, b, k = load()
+
+  wide = lambda x: x.astype(f32)
+  if g is not None:
+    late, early = wide(q) * dq - wide(k) * dk - wide(b) * db, wide(a) * da
+    after = wide(k) * k_writes + wide(b) * b_writes
+    if p.gate == "channel":
+      total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
+      dg = tiles.sums(row <= column, late, fine) + tiles.sums(row < column, early, fine)
+      dg += tiles.sums(row > column, after, fine) + total[None, :]
+      give(outputs[4], jnp.where(jnp.exp(g) > 0, dg, 0.0), both(tokens, keys))
+    else:
+      total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))
+      late, early, after = (jnp.sum(x, axis=1)[:, None] for x in (late, early, after))
+      terms = jnp.where(row > column, late + early, jnp.where(row == column, late, after))
+      give(outputs[4], jnp.where(jnp.exp(g) > 0, jnp.sum(terms, axis=0) + total, 0.0), tokens)
+  own_b, own_k = (
+    jnp.sum(jnp.where(row == column, take(squares_ref.at[jnp.int32(n)], None), 0.0), axis=1)[:, None] for n in (0, 1)
+  )
+  near = lambda late: row == column + 1
+  _, da, db, dk = _through(fine, squares_ref, load, near, first=2, sums=(tall, da, db + b_writes, dk + k_writes))
+  give(outputs[0], dq + own_b * wide(b) + own_k * wide(k), both(tokens, keys))
+  give(outputs[1], da, both(tokens, keys))
+  give(outputs[2], db + own_b * wide(q), both(tokens, keys))
+  give(outputs[3], dk + own_k * wide(q), both(tokens, keys))
+
+
+def pairs(p: Plan, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept) -> tuple:
+  """dq, da, db, dk and dg."""
+  p = p.cut(TILES, "pairs")
+  blocks = specs(p, AXES["pairs"])
+  grouped = p.HV > p.H
+  tall = lambda dtype: jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32 if grouped else dtype)
+  dg = {
+    "none": [],
+    "head": [("dhead", jax.ShapeDtypeStruct((p.NK, p.B, p.T, p.HV), f32))],
+    "channel": [("channel", jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32))],
+  }[p.gate]
+  results = [*(("dq", tall(x.dtype)) for x in (q, a, b, k)), *dg]
+  inputs = *("q",) * 4, *("v",) * 4, p.gate, "runs", "edges"
+  found = launch(
+    functools.partial(_pairs_kernel, p=p), (q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept),
+    name="dplr_pairs", programs=places(p, AXES["pairs"])[1], warps=p.warps, stages=p.stages,
+    in_specs=[*(blocks[name] for name in inputs), _squares(p, AXES["pairs"]), blocks["kept"], blocks["kept"]],
+    out_specs=[blocks[name] for name, _ in results], out_shapes=[shape for _, shape in results],
+  )  # fmt: skip
+  dq, da, db, dk, *dg = found
+  if grouped:
+    dq, da, db, dk = (x.reshape(p.B, p.T, p.H, -1, p.K).sum(3) for x in (dq, da, db, dk))
+  return dq, da, db, dk, dg[0] if p.gate == "channel" else dg[0].sum(0) if dg else None

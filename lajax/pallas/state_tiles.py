@@ -1,0 +1,54 @@
+"""A state that one program has all keys of, as a list of tiles of K; so are the keys of a chunk."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from lajax.pallas.plan import Plan
+from lajax.pallas.tiles import Products, both, give, take
+
+f32 = jnp.float32
+
+
+def decays(p: Plan, g_ref, at, tokens, *kinds: Callable[[Array], Array]) -> list[Array | float]:
+  """By token [C 1], of these kinds; 1 with one a channel, which keys and queries have in them."""
+  if p.gate != "head":
+    return [1.0 for _ in kinds]
+  g = take(g_ref.at[at], tokens).astype(f32)
+  return [kind(g)[:, None] for kind in kinds]
+
+
+def total_decay(p: Plan, g_ref, at, tokens, part) -> Array:
+  """Of a chunk and a tile of K, [] or [K 1]."""
+  if p.gate == "none":
+    return jnp.ones((), f32)
+  if p.gate == "head":
+    return jnp.exp(jnp.sum(take(g_ref.at[at], tokens).astype(f32)))
+  rows, keys = part
+  return jnp.exp(jnp.sum(take(g_ref.at[at, rows], both(tokens, keys)).astype(f32), axis=0))[:, None]
+
+
+def parts_of(p: Plan) -> list[tuple[Any, Array | None]]:
+  """Where each tile of K is, and which of its columns are keys."""
+  return [(pl.ds(i * p.k_tile, p.k_tile), p.keys(i)) for i in range(p.NK)]
+
+
+def take_parts(ref, at, rows: Array | None, parts) -> list[Array]:
+  """[rows K] of a ref, by tiles of K."""
+  return [take(ref.at[at, columns], both(rows, keys)) for columns, keys in parts]
+
+
+def take_state(ref, parts, values: Array | None) -> list[Array]:
+  return [take(ref.at[rows, :], both(keys, values)) for rows, keys in parts]
+
+
+def give_state(ref, S: list[Array], parts, values: Array | None, *at) -> None:
+  for x, (rows, keys) in zip(S, parts, strict=True):
+    give(ref.at[(*at, rows, slice(None))], x, both(keys, values))
+
+
+def read_state(product: Products, x: list[Array], S: list[Array]) -> Float[Array, "C V"]:
+  return sum(product(a, b) for a, b in zip(x[1:], S[1:], strict=True)) + product(x[0], S[0])
