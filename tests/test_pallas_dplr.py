@@ -29,13 +29,13 @@ def test_the_feedback_of_comba(gate):
   assert not misses(case.id, BASE, "float32", True, rows, **replaced)
 
 
-@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("C", [16, 32])
 def test_decays_before_a_token(C):
   """Of every level, by products and by sums of their own intervals; among decays of -inf and -1e4."""
   rng = np.random.default_rng(0)
   g = rng.choice([0.0, -1e-4, -1.0, -20.0, -1e4, -np.inf], (C, 16)).astype(np.float32)
   full = tiles.full_products(interpreted=True)
-  between = np.stack([tiles.between_before_per_head(jnp.asarray(x)) for x in g.T], axis=-1)
+  between = np.asarray(jax.vmap(tiles.between_before_per_head, 1, 2)(jnp.asarray(g)))
   for level, (h, *products) in enumerate(tiles.halves_before(jnp.asarray(g))):
     part = np.arange(C) // h
     for i in range(C):

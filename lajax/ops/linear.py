@@ -91,12 +91,12 @@ def linear_attention(
 
 def _kernels_reading_before(q, k, v, g, state, runs, scale: float):
   """o = scale S_{t-1}^T q: writes and decays stand one token later, behind all that reads before them."""
-  later = lambda x: None if x is None else jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
+  later = lambda x: jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
   q = jnp.pad(q, [(0, 0), (0, 1), (0, 0), (0, 0)])
-  written = later(runs)  # the run of what has been written when a token reads; the initial state's is 0
-  o, state = pallas.run_linear_attention(q, later(k), later(v), later(g), state, written, scale)
+  written = None if runs is None else later(runs)  # the run of what has been written when a token reads; the initial state's is 0
+  o, state = pallas.run_linear_attention(q, later(k), later(v), None if g is None else later(g), state, written, scale)
   o = o[:, :-1]
-  if runs is not None:
+  if written is not None:
     o = jnp.where((runs == written[:, :-1])[..., None, None], o, jnp.zeros((), o.dtype))
   return o, state
 
