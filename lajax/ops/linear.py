@@ -93,7 +93,9 @@ def _kernels_reading_before(q, k, v, g, state, runs, scale: float):
   """o = scale S_{t-1}^T q: writes and decays stand one token later, behind all that reads before them."""
   later = lambda x: jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
   q = jnp.pad(q, [(0, 0), (0, 1), (0, 0), (0, 0)])
-  written = None if runs is None else later(runs)  # the run of what has been written when a token reads; the initial state's is 0
+  written = (
+    None if runs is None else later(runs)
+  )  # the run of what has been written when a token reads; the initial state's is 0
   o, state = pallas.run_linear_attention(q, later(k), later(v), None if g is None else later(g), state, written, scale)
   o = o[:, :-1]
   if written is not None:

@@ -1,7 +1,7 @@
 """Backward kernels of diagonal plus low rank: what tokens read, cotangents from chunk to chunk, and of pairs."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,19 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("errors", True, False): Tiles(16, 16, 4, 1),
   ("errors", False, True): Tiles(32, 32, 8, 1),
   ("errors", True, True): Tiles(32, 32, 4, 1),
-  ("errors_wide", False, False): Tiles(32, 16, 4, 1),
+  ("errors_wide", False, False): Tiles(32, 16, 8, 1),
   ("errors_wide", True, False): Tiles(16, 16, 4, 1),
   ("carry_back", False, False): Tiles(64, 32, 4, 2),
   ("carry_back_wide", False, False): Tiles(128, 16, 4, 1),
   ("carry_back", True, False): Tiles(64, 32, 4, 2),
-  ("carry_back_wide", True, False): Tiles(64, 16, 8, 2),
+  ("carry_back_wide", True, False): Tiles(128, 16, 8, 2),
   ("carry_back", False, True): Tiles(128, 16, 8, 1),
   ("carry_back", True, True): Tiles(32, 16, 8, 1),
-  ("scores", False, False): Tiles(32, 16, 8, 1),
+  ("scores", False, False): Tiles(64, 16, 8, 2),
   ("scores", True, False): Tiles(32, 32, 4, 1),
-  ("scores", False, True): Tiles(16, 16, 4, 1),
+  ("scores", False, True): Tiles(16, 16, 8, 1),
   ("scores", True, True): Tiles(32, 32, 4, 1),
-  ("scores_wide", False, False): Tiles(16, 16, 4, 1),
+  ("scores_wide", False, False): Tiles(16, 32, 8, 1),
   ("scores_wide", True, False): Tiles(32, 32, 4, 1),
   ("pairs", False, False): Tiles(16, 16, 8, 1),
   ("pairs", True, False): Tiles(16, 32, 8, 1),
@@ -61,12 +61,18 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   place = places(p, AXES["errors"])[0](pl.program_id(0))
   tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
-  early, late, written = Reader(a_ref, True), Reader(q_ref, False), [b_ref, k_ref]
-  found = scores(p, fine, tokens, [early], written, g_ref, decayed_refs[:3])
-  N_ab, N_ak = (tiles.pairs(runs, row > column, x) for x in found)
-  give(fresh_ref, N_ak, None)
-  G = tiles.solve(-N_ab, jnp.ones(p.C, f32), fine)
+  together = p.gate == "channel"  # where decays are what is dear; else one after the other, which takes fewer registers
+
+  def scores_of(reader: Reader, keep, refs) -> Iterator[Array]:
+    groups = [[b_ref, k_ref]] if together else [[b_ref], [k_ref]]
+    for keys in groups:
+      yield from (tiles.pairs(runs, keep, x) for x in scores(p, fine, tokens, [reader], keys, g_ref, refs))
+
+  found = scores_of(Reader(a_ref, True), row > column, decayed_refs[:3])
+  G = tiles.solve(-next(found), jnp.ones(p.C, f32), fine)
   give(solved_ref, G, None)
+  N_ak = next(found)
+  give(fresh_ref, N_ak, None)
 
   def correct(j, nothing):
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
@@ -87,11 +93,8 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     return nothing
 
   over(p.NV, correct, jnp.int32(0))
-  found = scores(
-    p, fine, tokens, [late], written, g_ref, decayed_refs[3:]
-  )  # not before they are needed: saves registers
-  P_b, P_k = (p.scale * tiles.pairs(runs, row >= column, x) for x in found)
-  give(later_ref, P_k, None)
+  found = scores_of(Reader(q_ref, False), row >= column, decayed_refs[3:])
+  P_b = p.scale * next(found)
 
   def respond(j, nothing):
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
@@ -100,6 +103,7 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     return nothing
 
   over(p.NV, respond, jnp.int32(0))
+  give(later_ref, p.scale * next(found), None)
 
 
 def errors(p: Plan, q, a, b, k, v, do, g, runs, edges, kept) -> tuple[list[Array], Array, Array, list[Array]]:
