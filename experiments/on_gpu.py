@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-OPS = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda", "attention")
+OPS = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda", "rwkv7", "attention")
 SHAPES = (  # batch, tokens, heads, K = V
   (1, 4096, 8, 128),
   (4, 4096, 16, 64),

@@ -1,5 +1,7 @@
 """The kernels on a real GPU: what the interpreter cannot show. `python experiments/on_gpu.py` runs these, then the times."""
 
+import itertools
+
 import cases
 import jax
 import numpy as np
@@ -14,9 +16,14 @@ KERNELS = [f"{op}-{gate}" for op in ("linear_attention", "delta_rule", "dplr") f
 SHAPES = (Shape(), Shape(T=130, H=2, HV=4, K=128, V=128), Shape(T=65, H=1, HV=2, K=192, V=72))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s.T}-K{s.K}-V{s.V}")
-@pytest.mark.parametrize("case_id", KERNELS)
+ALL = [  # what the kernels take
+  pytest.param(case_id, shape, dtype, id=f"{case_id}-T{shape.T}-K{shape.K}-V{shape.V}-{dtype}")
+  for case_id, shape, dtype in itertools.product(KERNELS, SHAPES, ["float32", "bfloat16"])
+  if shape.K <= 128 or dtype == "bfloat16" or case_id.startswith("linear_attention")
+]
+
+
+@pytest.mark.parametrize(("case_id", "shape", "dtype"), ALL)
 def test_outputs_states_and_gradients(case_id, shape, dtype):
   """To the budget of the interpreted kernels: float32 products are full float32 here too."""
   assert not pallas_cases.misses(case_id, shape, dtype, True, cases.batch(CASES[case_id]))

@@ -22,7 +22,7 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("errors", True, False): Tiles(16, 16, 4, 1),
   ("errors", False, True): Tiles(32, 32, 8, 1),
   ("errors", True, True): Tiles(32, 32, 4, 1),
-  ("errors_wide", False, False): Tiles(32, 16, 8, 1),
+  ("errors_wide", False, False): Tiles(16, 16, 8, 1),
   ("errors_wide", True, False): Tiles(16, 16, 4, 1),
   ("carry_back", False, False): Tiles(64, 32, 4, 2),
   ("carry_back_wide", False, False): Tiles(128, 16, 4, 1),
