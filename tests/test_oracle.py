@@ -321,6 +321,18 @@ def test_chunked_in_float32(name):
   check(name, "chunked", "float32", stacked=True)
 
 
+WITHOUT_KERNELS = ("gated_oja_rule", "forgetting_attn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name", [name for name in FILES if "T70_extreme" in name and name.split("__")[0] not in WITHOUT_KERNELS]
+)
+def test_kernels_in_float32(name):
+  """Interpreted; of every method that kernels compute, the file of strong decays."""
+  check(name, "pallas", "float32", stacked=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FILES if re.search("T64|T70", name)])
 def test_chunked_in_float64(name):
