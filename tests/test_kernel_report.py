@@ -68,7 +68,13 @@ def described():
   return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
-LAUNCHES = {"linear_attention": 5, "delta_rule": 7, "dplr": 7, "attention": 3, "linear_recurrence": 6}  # both ways; else 2
+LAUNCHES = {
+  "linear_attention": 5,
+  "delta_rule": 7,
+  "dplr": 7,
+  "attention": 3,
+  "linear_recurrence": 6,
+}  # both ways; else 2
 
 
 @pytest.mark.parametrize("family", KERNELS)
