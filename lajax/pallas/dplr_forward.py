@@ -26,7 +26,7 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("carry_wide", False, False): Tiles(64, 16, 4, 1),
   ("carry", True, False): Tiles(64, 32, 4, 2),
   ("carry_wide", True, False): Tiles(64, 16, 8, 1),
-  ("carry", False, True): Tiles(32, 16, 8, 1),
+  ("carry", False, True): Tiles(128, 16, 8, 1),
   ("carry", True, True): Tiles(32, 16, 8, 1),
   ("read", False, False): Tiles(64, 32, 8, 1),
   ("read", True, False): Tiles(32, 64, 8, 1),
