@@ -19,7 +19,11 @@ FOUND = json.loads((report.DOCS / "kernels.json").read_text())
 
 # Hopper's warp groups share a product of 64 x 16 here: its large pass is cut in two, each of the small ones is made by both, so
 # that each of the two products is 2 x 2 x 4 + 4 instructions, twice over no multiple of three.
-BOTH_GROUPS = {("delta_cotangents", gate, 64, "float32", "sm_90a"): (72, 40) for gate in ("none", "head")}
+BOTH_GROUPS = {
+  (kernel, gate, 64, "float32", "sm_90a"): (72, 40)
+  for kernel in ("delta_cotangents", "dplr_cotangents", "dplr_states")
+  for gate in ("none", "head")
+}
 
 
 def check(rows):
