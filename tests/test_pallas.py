@@ -12,15 +12,19 @@ from cases import CASES, Shape
 from jax.experimental import pallas as pl
 from pallas_cases import (
   change_by_vmap_and_checkpoint,
+  compiled,
   kept,
+  kernels,
   launches,
   misses,
   misses_of_float16,
   refuses_second_derivatives,
+  rounded,
 )
 
 import lajax
 from lajax import pallas
+from lajax.pallas import plan
 from lajax.pallas.launch import launch
 from lajax.recurrence import delta_rule_step, dplr_step, linear_attention_step
 
@@ -152,13 +156,60 @@ def test_nan_stands_behind_an_array():
 
 @pytest.mark.parametrize(("gate", "chunk"), [("head", 32), pytest.param("channel", 16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-  ("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 3, 7), ("dplr", 3, 7)]
+  ("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 2, 6), ("dplr", 3, 7)]
 )
 def test_number_of_launches(family, forward, both, gate, chunk):
   """What is kept between forward and backward is the inputs and the states at the chunks' starts."""
   assert launches(f"{family}-{gate}", BASE) == (forward, both)
   found, most = kept(f"{family}-{gate}", BASE, chunk)
   assert found <= most
+
+
+@pytest.fixture
+def segments(monkeypatch):
+  """Time is cut into segments of few chunks, as on a GPU that few heads do not fill."""
+  for name, value in (("FILL", 1000), ("SHORTEST", 1), ("LEAST", 2)):
+    monkeypatch.setattr(plan, name, value)
+  compiled.cache_clear()
+  yield
+  compiled.cache_clear()
+
+
+def test_number_of_segments():
+  """Powers of two from four on, of eight chunks at least, where there are fewer than 128 programs."""
+  assert [plan.segments(programs, 64) for programs in (128, 64, 32, 16, 1)] == [1, 1, 4, 8, 8]
+  assert [plan.segments(1, chunks) for chunks in (31, 32, 63, 64, 10**6)] == [1, 4, 4, 8, 128]
+
+
+@pytest.mark.parametrize(
+  ("family", "gate", "shape", "dtype"),
+  [
+    ("linear_attention", "head", Shape(T=131), "float32"),
+    pytest.param("linear_attention", "channel", Shape(T=131), "bfloat16", marks=pytest.mark.slow),
+    pytest.param("linear_attention", "none", Shape(T=300), "bfloat16", marks=pytest.mark.slow),
+    pytest.param("linear_attention", "channel", Shape(T=75, K=136), "float32", marks=pytest.mark.slow),
+    pytest.param("delta_rule", "head", Shape(T=131), "bfloat16", marks=pytest.mark.slow),
+    pytest.param("delta_rule", "channel", Shape(T=75, K=72), "float32", marks=pytest.mark.slow),
+  ],
+)
+def test_segments_of_time(segments, family, gate, shape, dtype):
+  """Also where the last segments have no tokens, and with documents that begin and end in any of them."""
+  case_id = f"{family}-{gate}"
+  packed = cases.batch(CASES[case_id])
+  assert plan.segments(1, -(-shape.T // 64)) > 1
+  assert "_in_segments" in str(jax.make_jaxpr(lambda x: kernels(CASES[case_id])(**x))(cases.inputs(case_id, shape)))
+  assert not misses(case_id, shape, dtype, True, packed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_without_derivatives_is_the_same(family):
+  """It keeps nothing, where the other one keeps states."""
+  case = CASES[f"{family}-head"]
+  given, _ = rounded(case, cases.inputs(f"{family}-head", BASE), "bfloat16")
+  alone = jax.jit(lambda x: kernels(case)(**x), compiler_options=cases.quick())(given)
+  kept = jax.jit(lambda x: jax.vjp(lambda x: kernels(case)(**x), x)[0], compiler_options=cases.quick())(given)
+  for x, y in zip(jax.tree.leaves(alone), jax.tree.leaves(kept), strict=True):
+    np.testing.assert_array_equal(x, y)
 
 
 def test_supports():

@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from lajax.pallas.programs import KERNELS, Case, Shape, programs
 
 LOG = "stderr.log"
-REDUCTION = "input_reduce_fusion"  # XLA's own, which goes through Triton too
+OWN = ("input_reduce_fusion", "gemm_fusion")  # XLA's, which go through Triton too
 
 
 class GPU(NamedTuple):
@@ -140,13 +140,16 @@ def _compile_kernels(wanted: dict[str, Any]) -> list[Facts]:
     array = _arrays_on(architecture)
     for case in map(Case._make, wanted["cases"]):
       made = programs(case.family, case.gate, Shape(D=case.D), case.dtype, array)
+      names = set()
       for name in [name for name in made if name != "forward"]:  # which is in `train`
         program = made[name]
         logged = (folder / LOG).stat().st_size
         jax.jit(program.call, donate_argnums=program.donated).lower(*program.args).compile()
+        rows = _read(folder, (folder / LOG).read_text()[logged:], toolkit, KERNELS[case.family])
+        rows = [(kernel, *rest) for kernel, *rest in rows if kernel not in names]  # of several programs once
+        names |= {kernel for kernel, *_ in rows}
         found += [
-          Facts(case.family, kernel, case.gate, case.D, case.dtype, architecture, *rest)
-          for kernel, *rest in _read(folder, (folder / LOG).read_text()[logged:], toolkit, KERNELS[case.family])
+          Facts(case.family, kernel, case.gate, case.D, case.dtype, architecture, *rest) for kernel, *rest in rows
         ]
         for path in folder.iterdir():
           if path.name != LOG:
@@ -215,7 +218,7 @@ def _read(folder: pathlib.Path, log: str, toolkit: pathlib.Path, kernels: Sequen
   number = lambda pattern, text: int(m[1]) if (m := re.search(pattern, text)) else 0
   modules = sorted(folder.glob("*.ir-no-opt.ll"), key=lambda path: number(r"\.(\d+)\.ir-no-opt", path.name))
   defined = [re.findall(r"define .*?@(\w+)\(", path.read_text()) for path in modules]
-  by_triton = [name for names in defined for name in names if _kernel(name, kernels) or name.startswith(REDUCTION)]
+  by_triton = [name for names in defined for name in names if _kernel(name, kernels) or name.startswith(OWN)]
   shared = dict(zip(by_triton, map(int, re.findall(r"Shared memory usage: (\d+) B", log)), strict=True))
   for path in sorted(folder.glob("*.ptx")):
     text = path.read_text()

@@ -8,11 +8,18 @@ In a chunk that begins with S, with M_ij the scores of k_i and k_j below the dia
 W are the values that the tokens really write: what follows is the additive family's. Its cotangent dW gives
 dX = dW - G^T (beta dW), of W where it stands in the equation of E too, hence dv = beta dX and dbeta = dX . E.
 
-Forward are three launches: `solve` makes G of every chunk, all at once; `carry` goes through the chunks, one program
-for each tile of columns of a state, and keeps W and the state that each begins with; `read`, of the additive family,
-makes the outputs. Backward are four: `errors` makes G again, E of the kept states, and what the outputs give to dW;
-`carry_back` goes through the chunks in reverse, keeps dX and the cotangent of the state that each ends with, and gives
-dv; `scores_back` gives dbeta and the cotangents of the scores; `pairs` gives dq, dk and dg.
+and o = scale ((head q) S + P W), S' = total S + (tail k)^T W, with P the scores of q and k.
+
+Forward are two launches: `solve` makes G and P of every chunk, all at once; `attend` goes through the chunks, one program for
+each tile of columns of a state, makes the outputs, and keeps the state that each begins with where there will be a backward
+pass. Where a program has no registers for outputs (`fits`), it gives W, and a third launch, `read`, makes them. Backward
+are four: `errors` makes G again, E of the kept states, and what the outputs give to dW; `carry_back` goes through the
+chunks in reverse, keeps dX and the cotangent of the state that each ends with, and gives dv; `scores_back` gives dbeta and
+the cotangents of the scores; `pairs` gives dq, dk and dg.
+
+Where columns are few and time is long, it is cut into segments, and one launch more before `attend`, `summaries`, gives what
+each of them leaves of zeros, and the matrix [K K] by which it takes a state on; so does one before `carry_back`. From that
+`lajax.pallas.segments` has the states that the segments begin with.
 
 Sums over the values written cancel where keys repeat, each value being the correction of the one before. So in
 bfloat16 too, W, dX and what they are multiplied with go into products with 16 bits. Letters are those of
@@ -27,8 +34,7 @@ from lajax.pallas import delta_rule_forward as forward
 from lajax.pallas import tiles
 from lajax.pallas.decode import decode as one_token
 from lajax.pallas.launch import differentiable
-from lajax.pallas.linear_attention import read
-from lajax.pallas.plan import documents, plan, refusal
+from lajax.pallas.plan import Plan, documents, plan, refusal
 
 f32 = jnp.float32
 
@@ -57,28 +63,41 @@ def delta_rule(
   """
   if runs is None:
     return _correct(float(scale), (q, k, v, beta, g, state), None)
-  C = plan(q, v, g, True, scale, tiles.operand_dtype(q, k, v)).C
-  return _correct(float(scale), (q, k, v, beta, g, state), documents(runs, C))
+  p = _plan(q, k, v, g, True, scale)
+  return _correct(float(scale), (q, k, v, beta, g, state), documents(runs, p))
+
+
+def _plan(q, k, v, g, documents: bool, scale: float) -> Plan:
+  """Without segments of time beyond K = `WIDE`: registers do not hold what they begin with."""
+  p = plan(q, v, g, documents, scale, tiles.operand_dtype(q, k, v))
+  return p._replace(P=1) if p.K > forward.WIDE else p
+
+
+def _pass(scale: float, inputs, packed, keep: bool):
+  q, k, v, beta, g, state = inputs
+  p = _plan(q, k, v, g, packed is not None, scale)
+  runs, edges = packed or (None, None)
+  solved = forward.solve(p, q, k, beta, g, runs, edges)
+  o, last, kept, matrices = forward.attend(p, solved, v, beta, g, runs, edges, state, v, keep)
+  return (o, last), (inputs, packed, kept, matrices)
 
 
 def _forward(scale: float, inputs, packed):
-  q, k, v, beta, g, state = inputs
-  p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
-  runs, edges = packed or (None, None)
-  solved, reader, writer = forward.solve(p, k, beta, g, runs, edges)
-  kept, written, last = forward.carry(p, reader, writer, v, beta, g, runs, edges, solved, state)
-  o = read(p, q, k, written, g, runs, edges, kept, v, transposed=False)
-  return (o, last), (inputs, packed, kept)
+  return _pass(scale, inputs, packed, keep=True)
+
+
+def _alone(scale: float, inputs, packed):
+  return _pass(scale, inputs, packed, keep=False)
 
 
 def _backward(scale: float, residuals, cotangents):
-  (q, k, v, beta, g, state), packed, kept = residuals
+  (q, k, v, beta, g, state), packed, kept, matrices = residuals
   do, dlast = cotangents
-  p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
+  p = _plan(q, k, v, g, packed is not None, scale)
   runs, edges = packed or (None, None)
   solved, errors, dread, (reader, q_reader, writer) = backward.errors(p, q, k, v, do, beta, g, runs, edges, kept)
   dkept, dx, dv, dstate = backward.carry_back(
-    p, reader, q_reader, writer, do, dread, beta, g, runs, edges, solved, dlast
+    p, reader, q_reader, writer, do, dread, beta, g, runs, edges, solved, dlast, matrices
   )
   dp, dm, dbeta = backward.scores_back(p, do, errors, dx, beta, g, runs, edges)
   dq, dk, dg = backward.pairs(p, q, k, do, errors, dx, beta, g, runs, edges, dp, dm, kept, dkept)
@@ -87,12 +106,12 @@ def _backward(scale: float, residuals, cotangents):
   return found, None
 
 
-_correct = differentiable(_forward, _backward)
+_correct = differentiable(_forward, _backward, _alone)
 
 
 def supports(q, k, v, beta=None, g=None, initial_state=None, *, chunk_size: int | None = None) -> str | None:
   """None where the kernels take this, else a sentence that says what they do not take. Reads shapes and dtypes only."""
-  p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
+  p = _plan(q, k, v, g, False, 1.0)
   if p.K > forward.WIDE and p.dtype != jnp.bfloat16:
     return f"the kernels take keys of up to K = {forward.WIDE} where q, k and v are not bfloat16, and K is {p.K}."
   return refusal(

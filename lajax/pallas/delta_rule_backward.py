@@ -9,10 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lajax.pallas import tiles
+from lajax.pallas import segments, tiles
 from lajax.pallas.delta_rule_forward import WIDE, scores
 from lajax.pallas.launch import launch
-from lajax.pallas.plan import Axes, Plan, Tiles, over, places, runs_of, specs
+from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, in_segments, over, places, runs_of, specs
 from lajax.pallas.state_tiles import (
   decays,
   give_state,
@@ -120,18 +120,35 @@ def errors(p: Plan, q, k, v, do, beta, g, runs, edges, kept) -> tuple[Array, Arr
 # --- carry_back: cotangents from chunk to chunk -----------------------------------------------------------------------
 
 
-def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """dS = total dS + scale (head q)^T do - (head k)^T dv, in reverse, keeping dX, and dS after each chunk."""
-  k_ref, q_ref, writer_ref, do_ref, dread_ref, beta_ref, g_ref, runs_ref, edges_ref, solved_ref, dlast_ref = inputs
-  kept_ref, dx_ref, dv_ref, dstate_ref = outputs
+def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: bool):
+  """dS = total dS + scale (head q)^T do - (head k)^T dv, in reverse, keeping dX, and dS after each chunk.
+
+  Or the summary of each segment of time: dS at its start where there is none at its end.
+  """
+  (
+    k_ref,
+    q_ref,
+    writer_ref,
+    do_ref,
+    dread_ref,
+    beta_ref,
+    g_ref,
+    runs_ref,
+    edges_ref,
+    solved_ref,
+    dlast_ref,
+  ) = inputs
+  *given, dstate_ref = outputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
   parts = parts_of(p)
-  values = p.values(places(p, AXES["carry_back"])[0](pl.program_id(0)).j)
+  place = places(p, AXES["carry_back"])[0](pl.program_id(0))
+  values = p.values(place.j)
 
   def chunk(m, dS):
-    n = p.N - 1 - m
+    n = chunk_of(p, place.n, m, reverse=True)
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
-    give_state(kept_ref, dS, parts, values, n)
+    if given:
+      give_state(given[0], dS, parts, values, n)
     runs = runs_of(p, runs_ref, edges_ref, n, at)
     head, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.tail_per_head)
     beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
@@ -139,8 +156,8 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     k, rounded = take_parts(writer_ref, at, tokens, parts), [x.astype(p.kept) for x in dS]  # in every token alike
     dW += tiles.to_end(runs, tail * read_state(fine, k, rounded))
     dX = dW - fine.outer(take(solved_ref.at[n], None), beta * dW)
-    give(dx_ref.at[at, :], dX, both(tokens, values))
-    give(dv_ref.at[at, :], beta * dX, both(tokens, values))
+    for ref, x in zip(given[1:], (dX, beta * dX), strict=False):
+      give(ref.at[at, :], x, both(tokens, values))
     do = take(do_ref.at[at, :], both(tokens, values)).astype(f32)
     do, dv = tiles.from_start(runs, p.scale * head * do), tiles.from_start(runs, head * beta * dX)
 
@@ -151,23 +168,34 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
     return [update(x, part) for x, part in zip(dS, parts, strict=True)]
 
-  give_state(dstate_ref, lax.fori_loop(0, p.N, chunk, take_state(dlast_ref, parts, values)), parts, values)
+  dS = [jnp.zeros((p.k_tile, p.v_tile), f32) for _ in parts] if summary else take_state(dlast_ref, parts, values)
+  give_state(dstate_ref, lax.fori_loop(0, p.span, chunk, dS), parts, values)
 
 
-def carry_back(p: Plan, k, q, writer, do, dread, beta, g, runs, edges, solved, dlast) -> Sequence[Array]:
+def carry_back(p: Plan, k, q, writer, do, dread, beta, g, runs, edges, solved, dlast, matrices) -> Sequence[Array]:
+  """dS after each chunk, dX, dv, and dS before the first token; `matrices` are the segments', of `attend`."""
   p = p.cut(TILES, "carry_back_wide" if p.K > WIDE else "carry_back")
-  blocks = specs(p, AXES["carry_back"])
-  kept = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept)
-  key = "dq" if p.gate == "channel" else "q"
-  inputs = key, key, key, "v", "v", "head", p.gate, "runs", "edges", "pairs", "state"
-  shape = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype)
-  return launch(
-    functools.partial(_carry_back_kernel, p=p), (k, q, writer, do, dread, beta, g, runs, edges, solved, dlast),
-    name="delta_cotangents", programs=places(p, AXES["carry_back"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in inputs],
-    out_specs=[blocks[name] for name in ("kept", "v", "v", "state")],
-    out_shapes=[kept, shape(do, f32), shape(do, do.dtype), shape(dlast, f32)],
-  )  # fmt: skip
+  along, key = AXES["carry_back"], "dq" if p.gate == "channel" else "q"
+  blocks, segment = specs(p, along), ("segment", (p.B, p.P, p.HV, p.K, p.V), f32)
+  inputs = k, q, writer, do, dread, beta, g, runs, edges, solved
+
+  def go(name: str, states: Array | None, *results: tuple) -> Sequence[Array]:
+    kinds = key, key, key, "v", "v", "head", p.gate, "runs", "edges", "pairs", "segment"
+    return launch(
+      functools.partial(_carry_back_kernel, p=p, summary=states is None), [*inputs, states], name=name,
+      programs=places(p, along)[1], warps=p.warps, stages=p.stages,
+      in_specs=[blocks[x] for x in kinds], out_specs=[blocks[x] for x, _, _ in results],
+      out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
+    )  # fmt: skip
+
+  states = dlast[:, None]
+  if matrices is not None:
+    (ends,) = go("delta_summaries_back", None, segment)
+    states = segments.by_matrices(matrices, ends, dlast, reverse=True)
+  kept = "kept", (p.B, p.HV, p.N, p.K, p.V), p.kept
+  results = kept, ("v", do.shape, f32), ("v", do.shape, do.dtype), segment
+  dkept, dx, dv, before = go("delta_cotangents" + in_segments(p), states, *results)
+  return dkept, dx, dv, before[:, 0]
 
 
 # --- scores: cotangents of pairs of tokens ---------------------------------------------------------------------------

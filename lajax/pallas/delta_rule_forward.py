@@ -1,7 +1,7 @@
 """Forward kernels of the delta rule: the triangular system of each chunk, and the states from chunk to chunk."""
 
 import functools
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from lajax.pallas import tiles
+from lajax.pallas import segments, tiles
 from lajax.pallas.launch import launch
-from lajax.pallas.plan import Axes, Plan, Tiles, over, places, runs_of, specs
+from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, in_segments, over, places, runs_of, specs
 from lajax.pallas.state_tiles import (
   decays,
   give_state,
@@ -26,20 +26,32 @@ from lajax.pallas.tiles import Products, both, give, iota, take
 f32 = jnp.float32
 TILES = {  # without spills on every architecture that lajax.pallas.report compiles for
   ("solve", False, False): Tiles(64, 16, 4, 2),
-  ("solve", True, False): Tiles(32, 16, 4, 1),
+  ("solve", True, False): Tiles(16, 16, 4, 1),
   ("solve", False, True): Tiles(32, 16, 4, 1),
   ("solve", True, True): Tiles(32, 16, 4, 1),
-  ("carry", False, False): Tiles(64, 32, 4, 2),
-  ("carry_wide", False, False): Tiles(64, 16, 4, 2),
-  ("carry", True, False): Tiles(64, 32, 4, 2),
-  ("carry_wide", True, False): Tiles(64, 16, 4, 1),
-  ("carry", False, True): Tiles(32, 16, 8, 1),
-  ("carry", True, True): Tiles(32, 16, 4, 1),
+  ("summaries", False, False): Tiles(64, 16, 4, 2),
+  ("summaries_wide", False, False): Tiles(128, 16, 8, 1),
+  ("summaries", True, False): Tiles(64, 32, 4, 2),
+  ("summaries_wide", True, False): Tiles(64, 16, 4, 1),
+  ("summaries", False, True): Tiles(32, 16, 8, 1),
+  ("summaries", True, True): Tiles(32, 16, 4, 1),
+  ("attend", False, False): Tiles(64, 32, 8, 2),
+  ("attend_wide", False, False): Tiles(128, 16, 8, 1),
+  ("attend", True, False): Tiles(64, 32, 4, 2),
+  ("attend_wide", True, False): Tiles(64, 16, 8, 2),
+  ("attend", False, True): Tiles(32, 16, 8, 2),
+  ("attend", True, True): Tiles(32, 16, 4, 1),
+  ("read", False, False): Tiles(64, 32, 4, 2),
+  ("read", False, True): Tiles(32, 64, 4, 1),
+  ("read", True, True): Tiles(32, 64, 4, 1),
 }
+NARROW = 64  # the K up to which a program has registers for outputs in float32's products
 WIDE = 128  # the K beyond which a program holds fewer columns of the state, and none holds them in float32's products
 AXES = {
   "solve": Axes(True, False, False),
-  "carry": Axes(False, False, True),
+  "summaries": Axes(False, False, True),
+  "attend": Axes(False, False, True),
+  "read": Axes(True, False, True),
 }
 
 
@@ -79,73 +91,209 @@ def scores(p: Plan, fine: Products, tokens, readers, k_ref, g_ref, decayed) -> l
 
 
 def _solve_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """G of a chunk, and with one decay a channel k decayed from its start and to its end."""
-  k_ref, beta_ref, g_ref, runs_ref, edges_ref = inputs
+  """G and P of a chunk; with one decay a channel also k and q decayed from the chunk's start, and k to its end."""
+  k_ref, q_ref, beta_ref, g_ref, runs_ref, edges_ref = inputs
   fine = tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["solve"])[0](pl.program_id(0))
   tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
-  (M,) = scores(p, fine, tokens, [k_ref], k_ref, g_ref, outputs[1:])
-  M = tiles.pairs(runs, iota(M.shape, 0) > iota(M.shape, 1), M)
-  give(outputs[0], tiles.solve(M, take(beta_ref, tokens).astype(f32), fine), None)
+  row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
+  M, P = scores(p, fine, tokens, [k_ref, q_ref], k_ref, g_ref, outputs[1:])
+  P = tiles.pairs(runs, row >= column, P)
+  M = tiles.pairs(runs, row > column, M)
+  G = tiles.solve(M, take(beta_ref, tokens).astype(f32), fine)
+  give(outputs[0], jnp.where(row > column, G, P.T), None)
 
 
-def solve(p: Plan, k, beta, g, runs, edges) -> tuple[Array, Array, Array]:
-  """G, and k as it reads from a state and as it writes to one."""
+class Solved(NamedTuple):
+  """What does not depend on a state."""
+
+  squares: Array  # of each chunk, G below the diagonal, and the transpose of P on and above it
+  k_reader: Array
+  q_reader: Array
+  k_writer: Array
+
+
+def below(square: Float[Array, "C C"]) -> Float[Array, "C C"]:
+  """G of a chunk's square."""
+  return jnp.where(iota(square.shape, 0) > iota(square.shape, 1), square, 0.0)
+
+
+def above(square: Float[Array, "C C"]) -> Float[Array, "C C"]:
+  """P^T of a chunk's square."""
+  return jnp.where(iota(square.shape, 0) > iota(square.shape, 1), 0.0, square)
+
+
+def solve(p: Plan, q, k, beta, g, runs, edges) -> Solved:
   p = p.cut(TILES, "solve")
   blocks = specs(p, AXES["solve"])
   results = [("pairs", (p.B, p.HV, p.N, p.C, p.C), f32)]
-  results += [("dq", (p.B, p.T, p.HV, p.K), dtype) for dtype in (p.kept, f32)] if p.gate == "channel" else []
-  solved, *decayed = launch(
-    functools.partial(_solve_kernel, p=p), (k, beta, g, runs, edges), name="delta_solve",
+  if p.gate == "channel":
+    results += [("dq", (p.B, p.T, p.HV, p.K), dtype) for dtype in (p.kept, p.kept, f32)]
+  squares, *decayed = launch(
+    functools.partial(_solve_kernel, p=p), (k, q, beta, g, runs, edges), name="delta_solve",
     programs=places(p, AXES["solve"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "head", p.gate, "runs", "edges")],
+    in_specs=[blocks[name] for name in ("q", "q", "head", p.gate, "runs", "edges")],
     out_specs=[blocks[name] for name, _, _ in results],
     out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
   )  # fmt: skip
-  reader, writer = decayed or (k, k)
-  return solved, reader, writer
+  return Solved(squares, *(decayed or (k, q, k)))
 
 
-# --- carry: states from chunk to chunk -------------------------------------------------------------------------------
+# --- attend: through the chunks --------------------------------------------------------------------------------------
 
 
-def _carry_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """S = total S + (tail k)^T W, keeping W, and S before each chunk."""
-  reader_ref, writer_ref, v_ref, beta_ref, g_ref, runs_ref, edges_ref, solved_ref, state_ref = inputs
-  kept_ref, written_ref, last_ref = outputs
+def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, values_end: int, matrix: int):
+  """What a segment of time leaves, of zeros, and, in the columns from `matrix` on, of the identity where no values come.
+
+  The second is the matrix [K K] by which it takes a state on.
+  """
+  reader_ref, writer_ref, v_ref, beta_ref, g_ref, runs_ref, edges_ref, squares_ref = inputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
-  parts = parts_of(p)
-  values = p.values(places(p, AXES["carry"])[0](pl.program_id(0)).j)
+  place = places(p, AXES["summaries"])[0](pl.program_id(0))
+  parts, column = parts_of(p), place.j * p.v_tile + jnp.arange(p.v_tile)
 
-  def chunk(n, S):
+  def chunk(m, S):
+    n = chunk_of(p, place.n, m)
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
-    give_state(kept_ref, S, parts, values, n)
     runs = runs_of(p, runs_ref, edges_ref, n, at)
-    head, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.tail_per_head)
+    (head,) = decays(p, g_ref, at, tokens, tiles.head_per_head)
+    y = take(v_ref.at[at, :], both(tokens, column < values_end)).astype(f32)
     beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
-    Y = take(v_ref.at[at, :], both(tokens, values)).astype(f32)
-    Y -= tiles.from_start(runs, head * read_state(product, take_parts(reader_ref, at, tokens, parts), S))
-    W = beta * (Y - fine(take(solved_ref.at[n], None), beta * Y))
-    give(written_ref.at[at, :], W, both(tokens, values))
-    W = tiles.to_end(runs, tail * W)
+    W = _written(
+      p, product, fine, reader_ref, at, tokens, runs, parts, y, beta, below(take(squares_ref.at[n], None)), S, head
+    )
+    return _advanced(p, fine, writer_ref, g_ref, at, tokens, runs, parts, W, S)
 
-    def update(x, part):
-      k = take(writer_ref.at[at, part[0]], both(tokens, part[1]))
-      return tiles.throughout(runs, total_decay(p, g_ref, at, tokens, part)) * x + fine.outer(k, W)
-
-    return [update(x, part) for x, part in zip(S, parts, strict=True)]
-
-  give_state(last_ref, lax.fori_loop(0, p.N, chunk, take_state(state_ref, parts, values)), parts, values)
+  rows = (i * p.k_tile + iota((p.k_tile, p.v_tile), 0) for i in range(p.NK))
+  first = [jnp.where(row == column[None, :] - matrix, 1.0, 0.0).astype(f32) for row in rows]
+  give_state(outputs[0], lax.fori_loop(0, p.span, chunk, first), parts, p.values(place.j))
 
 
-def carry(p: Plan, reader, writer, v, beta, g, runs, edges, solved, state) -> Sequence[Array]:
-  p = p.cut(TILES, "carry_wide" if p.K > WIDE else "carry")
-  blocks = specs(p, AXES["carry"])
-  kept, key = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept), "dq" if p.gate == "channel" else "q"
-  return launch(
-    functools.partial(_carry_kernel, p=p), (reader, writer, v, beta, g, runs, edges, solved, state),
-    name="delta_states", programs=places(p, AXES["carry"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in (key, key, "v", "head", p.gate, "runs", "edges", "pairs", "state")],
-    out_specs=[blocks[name] for name in ("kept", "v", "state")],
-    out_shapes=[kept, jax.ShapeDtypeStruct(v.shape, f32), jax.ShapeDtypeStruct(state.shape, f32)],
+def _summaries(p: Plan, solved: Solved, v, beta, g, runs, edges) -> tuple[Array, Array]:
+  p = p.cut(TILES, "summaries_wide" if p.K > WIDE else "summaries")
+  values_end, matrix = p.V, p.NV * p.v_tile
+  p = p._replace(V=matrix + p.K)
+  blocks, key = specs(p, AXES["summaries"]), "dq" if p.gate == "channel" else "q"
+  (ends,) = launch(
+    functools.partial(_summaries_kernel, p=p, values_end=values_end, matrix=matrix),
+    (solved.k_reader, solved.k_writer, v, beta, g, runs, edges, solved.squares), name="delta_summaries",
+    programs=places(p, AXES["summaries"])[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in (key, key, "v", "head", p.gate, "runs", "edges", "pairs")],
+    out_specs=[blocks["segment"]], out_shapes=[jax.ShapeDtypeStruct((p.B, p.P, p.HV, p.K, p.V), f32)],
   )  # fmt: skip
+  return ends[..., :values_end], ends[..., matrix:]
+
+
+def _written(p: Plan, product, fine, reader_ref, at, tokens, runs, parts, y, beta, G, S, head) -> Float[Array, "C V"]:
+  """W = beta (Y - G (beta Y)), Y = y - (head k) S."""
+  Y = y - tiles.from_start(runs, head * read_state(product, take_parts(reader_ref, at, tokens, parts), S))
+  return beta * (Y - fine(G, beta * Y))
+
+
+def _advanced(p: Plan, fine, writer_ref, g_ref, at, tokens, runs, parts, W, S) -> list[Array]:
+  """total S + (tail k)^T W."""
+  (tail,) = decays(p, g_ref, at, tokens, tiles.tail_per_head)
+  W = tiles.to_end(runs, tail * W)
+
+  def update(x, part):
+    k = take(writer_ref.at[at, part[0]], both(tokens, part[1]))
+    return tiles.throughout(runs, total_decay(p, g_ref, at, tokens, part)) * x + fine.outer(k, W)
+
+  return [update(x, part) for x, part in zip(S, parts, strict=True)]
+
+
+def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """o = scale (P W + (head q) S), S = total S + (tail k)^T W, from chunk to chunk, keeping S before each.
+
+  Without q it gives W in the place of o.
+  """
+  k_ref, q_ref, writer_ref, v_ref, beta_ref, g_ref, runs_ref, edges_ref, squares_ref, state_ref = inputs
+  out_ref, last_ref, *kept_ref = outputs
+  product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
+  place = places(p, AXES["attend"])[0](pl.program_id(0))
+  parts, values = parts_of(p), p.values(place.j)
+
+  def chunk(m, S):
+    n = chunk_of(p, place.n, m)
+    at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
+    if kept_ref:
+      give_state(kept_ref[0], S, parts, values, n)
+    runs, out = runs_of(p, runs_ref, edges_ref, n, at), None
+    (head,) = decays(p, g_ref, at, tokens, tiles.head_per_head)
+    if q_ref is not None:
+      out = tiles.from_start(runs, head * read_state(product, take_parts(q_ref, at, tokens, parts), S))
+    y = take(v_ref.at[at, :], both(tokens, values)).astype(f32)
+    beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
+    G = below(take(squares_ref.at[n], None))
+    W = _written(p, product, fine, k_ref, at, tokens, runs, parts, y, beta, G, S, head)
+    if out is not None:
+      out = p.scale * (out + fine.outer(above(take(squares_ref.at[n], None)), W))
+    give(out_ref.at[at, :], W if out is None else out, both(tokens, values))
+    return _advanced(p, fine, writer_ref, g_ref, at, tokens, runs, parts, W, S)
+
+  give_state(last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values)
+
+
+def fits(p: Plan) -> bool:
+  """Whether a program of `attend` has the registers to make outputs too; else `read` makes them from the kept states."""
+  return p.K <= NARROW or (p.dtype == jnp.bfloat16 and (p.K <= WIDE or p.gate == "channel"))
+
+
+def attend(
+  p: Plan, solved: Solved, v, beta, g, runs, edges, state, like, keep: bool
+) -> tuple[Array, Array, Array | None, Array | None]:
+  """o, the state at the end, if wanted the states at the chunks' starts, and the segments' matrices."""
+  states, matrices = state[:, None], None
+  if p.P > 1:
+    ends, matrices = _summaries(p, solved, v, beta, g, runs, edges)
+    states = segments.by_matrices(matrices, ends, state, reverse=False)
+  whole, p = p, p.cut(TILES, "attend_wide" if p.K > WIDE else "attend")
+  blocks, key = specs(p, AXES["attend"]), "dq" if p.gate == "channel" else "q"
+  shapes = {"v": jax.ShapeDtypeStruct(like.shape, like.dtype if fits(p) else f32)}
+  shapes["segment"] = jax.ShapeDtypeStruct(states.shape, f32)
+  if keep or not fits(p):
+    shapes["kept"] = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept)
+  q = solved.q_reader if fits(p) else None
+  out, after, *kept = launch(
+    functools.partial(_attend_kernel, p=p),
+    (solved.k_reader, q, solved.k_writer, v, beta, g, runs, edges, solved.squares, states),
+    name=("delta_outputs" if fits(p) else "delta_states") + in_segments(p), programs=places(p, AXES["attend"])[1],
+    warps=p.warps, stages=p.stages,
+    in_specs=[blocks[x] for x in (key, key, key, "v", "head", p.gate, "runs", "edges", "pairs", "segment")],
+    out_specs=[blocks[name] for name in shapes], out_shapes=list(shapes.values()),
+  )  # fmt: skip
+  if not fits(p):
+    out = _read(whole, solved, out, g, runs, edges, kept[0], like)
+  return out, after[:, -1], kept[0] if kept else None, matrices
+
+
+# --- read: the outputs of all chunks at once -------------------------------------------------------------------------
+
+
+def _read_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """o = scale (P W + (head q) S)."""
+  q_ref, written_ref, g_ref, runs_ref, edges_ref, squares_ref, kept_ref = inputs
+  product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
+  place = places(p, AXES["read"])[0](pl.program_id(0))
+  tokens, values = p.tokens(place.n), p.values(place.j)
+  runs, mask = runs_of(p, runs_ref, edges_ref, place.n, slice(None)), both(tokens, values)
+
+  def tile(i, read):
+    at, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
+    return read + product(take(q_ref.at[:, at], both(tokens, keys)), take(kept_ref.at[at, :], both(keys, values)))
+
+  (head,) = decays(p, g_ref, slice(None), tokens, tiles.head_per_head)
+  out = tiles.from_start(runs, head * over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32)))
+  give(outputs[0], p.scale * (out + fine.outer(above(take(squares_ref, None)), take(written_ref, mask))), mask)
+
+
+def _read(p: Plan, solved: Solved, written, g, runs, edges, kept, like) -> Array:
+  p = p.cut(TILES, "read")
+  blocks, by_head = specs(p, AXES["read"]), p.gate == "head"
+  (out,) = launch(
+    functools.partial(_read_kernel, p=p), (solved.q_reader, written, g if by_head else None, runs, edges, solved.squares, kept),
+    name="delta_reads", programs=places(p, AXES["read"])[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in ("q" if p.gate != "channel" else "dq", "v", "head", "runs", "edges", "pairs", "kept")],
+    out_specs=[blocks["v"]], out_shapes=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
+  )  # fmt: skip
+  return out

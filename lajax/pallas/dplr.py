@@ -98,13 +98,16 @@ def delta_rule_by_channel(
 
 
 def _run(static: _Static, q, k, v, a, b, g, state, runs):
-  packed = None if runs is None else documents(runs, _plan(q, v, g, True, static).C)
+  packed = None if runs is None else documents(runs, _plan(q, v, g, True, static))
   return _advance(static, (q, k, v, a, b, g, state), packed)
 
 
 def _plan(q, v, g, documents: bool, static: _Static) -> Plan:
-  """With chunks of at most 32 tokens where a program has more than `WIDE` rows of a state: registers hold no more."""
-  p = plan(q, v, g, documents, static.scale, static.dtype)
+  """Without segments of time.
+
+  Chunks have at most 32 tokens where a program has more than `WIDE` rows of a state: registers hold no more.
+  """
+  p = plan(q, v, g, documents, static.scale, static.dtype)._replace(P=1)
   return p._replace(C=min(p.C, 32)) if p.K > forward.WIDE else p
 
 

@@ -80,17 +80,19 @@ def launch(
   return lax.platform_dependent(*arrays, cuda=functools.partial(run, False), default=functools.partial(run, True))
 
 
-def differentiable(forward: Callable, backward: Callable) -> Callable:
+def differentiable(forward: Callable, backward: Callable, alone: Callable | None = None) -> Callable:
   """f(static, *arrays) with its derivative in reverse mode.
 
   Args:
     forward: (static, *arrays) -> results, residuals.
     backward: (static, residuals, cotangents) -> the cotangents of the arrays. Both say so where they are differentiated.
+    alone: (static, *arrays) -> results and anything, where no derivative is asked for; None for `forward`.
   """
+  primal = alone or forward
 
   @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
   def f(static, *arrays):
-    return forward(static, *arrays)[0]
+    return primal(static, *arrays)[0]
 
   f.defvjp(_once(forward), _once(backward))
   return f

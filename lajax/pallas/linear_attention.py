@@ -1,10 +1,13 @@
 """Kernels of the additive family: S = Diag(exp g) S + k v^T, o = scale S^T q.
 
-Time is cut into N chunks of C tokens. Forward are two launches: `carry` goes through the chunks and keeps the state
-that each begins with, one program for each tile of a state; `read` makes the outputs of every chunk, all at once.
-Backward are three: `carry` in reverse keeps the cotangent of the state that each chunk ends with; `read` transposed
-gives dv; `pairs` gives dq, dk and dg. What is kept between forward and backward are the inputs and the states at the
-chunks' starts. Letters are those of `lajax.pallas.plan`.
+Time is cut into N chunks of C tokens. Forward is one launch: `attend` goes through the chunks, one program for each tile
+of columns of a state, makes the outputs, and keeps the state that each chunk begins with where there will be a backward
+pass. Backward are two: `attend` in reverse gives dv and keeps the cotangent of the state that each chunk ends with; `pairs`
+gives dq, dk and dg. With one decay a channel, in float32's products, and beyond K = `WIDE`, a launch before `attend`, `scores`,
+makes those of the pairs of tokens. Where columns are few and time is long, it is cut into segments, and one launch more,
+`summaries`, gives what each of them leaves: from that `lajax.pallas.segments` has the states that they begin with. What is
+kept between forward and backward are the inputs and the states at the chunks' starts. Letters are those of
+`lajax.pallas.plan`.
 """
 
 import functools
@@ -15,14 +18,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from lajax.pallas import tiles
+from lajax.pallas import segments, tiles
 from lajax.pallas.decode import decode as one_token
 from lajax.pallas.launch import differentiable, launch
 from lajax.pallas.plan import (
   Axes,
   Plan,
   Tiles,
+  chunk_of,
   documents,
+  in_segments,
   over,
   places,
   plan,
@@ -30,45 +35,63 @@ from lajax.pallas.plan import (
   runs_of,
   specs,
 )  # fmt: skip
+from lajax.pallas.state_tiles import (
+  decays,
+  give_state,
+  parts_of,
+  read_state,
+  scores_of,
+  take_parts,
+  take_state,
+  total_decay,
+)
 from lajax.pallas.tiles import both, give, iota, take
 
 f32 = jnp.float32
 TILES = {  # without spills on every architecture that lajax.pallas.report compiles for
-  ("carry", False, False): Tiles(64, 64, 4, 2),
-  ("carry", True, False): Tiles(64, 64, 4, 2),
-  ("carry", False, True): Tiles(32, 32, 4, 1),
-  ("carry", True, True): Tiles(32, 32, 4, 1),
-  ("read", False, False): Tiles(64, 64, 4, 2),
-  ("read", True, False): Tiles(32, 64, 8, 1),
-  ("read", False, True): Tiles(32, 64, 4, 1),
-  ("read", True, True): Tiles(32, 32, 4, 1),
+  ("summaries", False, False): Tiles(64, 64, 4, 2),
+  ("summaries", True, False): Tiles(64, 64, 4, 2),
+  ("summaries", False, True): Tiles(32, 32, 4, 1),
+  ("summaries", True, True): Tiles(32, 32, 4, 1),
+  ("scores", True, False): Tiles(32, 64, 8, 1),
+  ("scores", False, False): Tiles(64, 64, 4, 2),
+  ("scores", False, True): Tiles(32, 32, 4, 1),
+  ("scores", True, True): Tiles(32, 32, 4, 1),
+  ("attend", False, False): Tiles(32, 64, 8, 2),
+  ("attend_back", False, False): Tiles(64, 32, 8, 2),
+  ("attend", True, False): Tiles(32, 64, 8, 2),
+  ("attend_back", True, False): Tiles(32, 64, 8, 2),
+  ("attend", False, True): Tiles(32, 16, 8, 2),
+  ("attend_back", False, True): Tiles(32, 16, 8, 2),
+  ("attend", True, True): Tiles(32, 16, 8, 2),
+  ("attend_back", True, True): Tiles(32, 16, 8, 2),
   ("pairs", False, False): Tiles(64, 32, 8, 2),
   ("pairs", True, False): Tiles(64, 32, 8, 1),
   ("pairs", False, True): Tiles(16, 32, 4, 1),
   ("pairs", True, True): Tiles(32, 32, 4, 1),
 }
+WIDE = 128  # rows of a state that a program of `attend` has at most: beyond, outputs are sums of several programs'
 AXES = {
-  "carry": Axes(False, True, True),
-  "read": Axes(True, False, True),
+  "summaries": Axes(False, True, True),
+  "scores": Axes(True, False, False),
+  "attend": Axes(False, True, True),
   "pairs": Axes(True, True, False),
 }
 
 
-# --- carry: states from chunk to chunk -------------------------------------------------------------------------------
+# --- summaries: what each segment of time leaves ---------------------------------------------------------------------
 
 
-def _carry_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool):
-  """S = total S + (tail k)^T v, keeping S before each chunk; or dS = total dS + scale (head q)^T do, in reverse."""
-  x_ref, y_ref, g_ref, runs_ref, edges_ref, state_ref = inputs
-  kept_ref, last_ref = outputs
+def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool):
+  """S = total S + (tail k)^T v from zeros; or dS = total dS + scale (head q)^T do, in reverse; through one segment."""
+  x_ref, y_ref, g_ref, runs_ref, edges_ref = inputs
   product, full = tiles.products(p.dtype, interpreted), tiles.full_products(interpreted)
-  place = places(p, AXES["carry"])[0](pl.program_id(0))
+  place = places(p, AXES["summaries"])[0](pl.program_id(0))
   keys, values = p.keys(place.i), p.values(place.j)
 
   def chunk(m, S):
-    n = p.N - 1 - m if reverse else m
+    n = chunk_of(p, place.n, m, reverse)
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
-    give(kept_ref.at[n], S, both(keys, values))
     runs = runs_of(p, runs_ref, edges_ref, n, at)
     x, y = take(x_ref.at[at, :], both(tokens, keys)), take(y_ref.at[at, :], both(tokens, values))
     total = jnp.ones((), f32)
@@ -84,85 +107,146 @@ def _carry_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool)
     add = product.outer(x, y)
     return tiles.throughout(runs, total) * S + (add * p.scale if reverse else add)
 
-  last = lax.fori_loop(0, p.N, chunk, take(state_ref, both(keys, values)))
-  give(last_ref, last, both(keys, values))
+  S = lax.fori_loop(0, p.span, chunk, jnp.zeros((p.k_tile, p.v_tile), f32))
+  give(outputs[0], S, both(keys, values))
 
 
-def _carry(p: Plan, x, y, g, runs, edges, state, reverse: bool) -> tuple[Array, Array]:
-  p = p.cut(TILES, "carry")
-  blocks = specs(p, AXES["carry"])
-  kept = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept)
-  kept, last = launch(
-    functools.partial(_carry_kernel, p=p, reverse=reverse), (x, y, g, runs, edges, state),
-    name="carry_cotangents" if reverse else "carry_states",
-    programs=places(p, AXES["carry"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "v", p.gate, "runs", "edges", "state")],
-    out_specs=[blocks["kept"], blocks["state"]], out_shapes=[kept, jax.ShapeDtypeStruct(state.shape, f32)],
+def _summaries(p: Plan, x, y, g, runs, edges, reverse: bool) -> Array:
+  p = p.cut(TILES, "summaries")
+  blocks = specs(p, AXES["summaries"])
+  (ends,) = launch(
+    functools.partial(_summaries_kernel, p=p, reverse=reverse), (x, y, g, runs, edges), name="linear_summaries_back" if reverse else "linear_summaries",
+    programs=places(p, AXES["summaries"])[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in ("q", "v", p.gate, "runs", "edges")], out_specs=[blocks["segment"]],
+    out_shapes=[jax.ShapeDtypeStruct((p.B, p.P, p.HV, p.K, p.V), f32)],
   )  # fmt: skip
-  return kept, last
+  return ends
 
 
-# --- read: what comes out of a chunk ---------------------------------------------------------------------------------
+# --- scores: of pairs of tokens, where `attend` has no registers for them -------------------------------------------
 
 
-def _scores_and_read(p: Plan, product, runs, tokens, q_ref, k_ref, g_ref, kept_ref, values, transposed: bool):
-  """The chunk's scores [C C], and what the queries (transposed: the keys) read from the state, over all tiles of K."""
-
-  def tile(i, sums):
-    scores, read = sums
-    at, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
-    q, k = take(q_ref.at[:, at], both(tokens, keys)), take(k_ref.at[:, at], both(tokens, keys))
-    S = take(kept_ref.at[at, :], both(keys, values))
-    if p.gate != "channel":
-      return scores + product.inner(q, k), read + product(k if transposed else q, S)
-    g = take(g_ref.at[:, at], both(tokens, keys)).astype(f32)
-    q, k = q.astype(f32), k.astype(f32)
-    own = jnp.sum(q * k, axis=1)
-    scores += jnp.where(iota(scores.shape, 0) == iota(scores.shape, 1), own[:, None], 0.0)
-    for h, upto, after in tiles.halves(g):
-      if h == p.C:
-        read += product(k * after if transposed else q * upto, S)
-      else:
-        scores += jnp.where(tiles.pairs_of_halves(p.C, h), product.inner(q * upto, k * after), 0.0)
-    return scores, read
-
-  zeros = jnp.zeros((p.C, p.C), f32), jnp.zeros((p.C, p.v_tile), f32)
-  scores, read = over(p.NK, tile, zeros)
-  if p.gate == "head":
-    g = take(g_ref, tokens).astype(f32)
-    scores = scores * tiles.between_per_head(g)
-    read = read * (tiles.tail_per_head(g) if transposed else tiles.head_per_head(g))[:, None]
-  scores = tiles.pairs(runs, iota(scores.shape, 0) >= iota(scores.shape, 1), scores)
-  return scores, tiles.to_end(runs, read) if transposed else tiles.from_start(runs, read)
-
-
-def _read_kernel(inputs, outputs, *, interpreted: bool, p: Plan, transposed: bool):
-  """o = scale (scores v + (head q) S), or dv = scale scores^T do + (tail k) dS."""
-  q_ref, k_ref, y_ref, g_ref, runs_ref, edges_ref, kept_ref = inputs
-  (out_ref,) = outputs
+def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """q and k of each pair of tokens of a chunk, decayed between the two."""
+  q_ref, k_ref, g_ref, runs_ref, edges_ref = inputs
   product = tiles.products(p.dtype, interpreted)
-  place = places(p, AXES["read"])[0](pl.program_id(0))
-  tokens, values = p.tokens(place.n), p.values(place.j)
-  runs = runs_of(p, runs_ref, edges_ref, place.n, slice(None))
-  scores, out = _scores_and_read(p, product, runs, tokens, q_ref, k_ref, g_ref, kept_ref, values, transposed)
-  y = take(y_ref, both(tokens, values))
-  if y.dtype != p.dtype:  # values of the delta rule, whose sums cancel
-    product = tiles.fine_products(p.dtype, interpreted)
-  out = product.outer(scores, y) * p.scale + out if transposed else (product(scores, y) + out) * p.scale
-  give(out_ref, out, both(tokens, values))
+  place = places(p, AXES["scores"])[0](pl.program_id(0))
+  tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
+  row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
+
+  def tile(i, scores):
+    at, mask = pl.ds(i * p.k_tile, p.k_tile), both(tokens, p.keys(i))
+    q, k = take(q_ref.at[:, at], mask), take(k_ref.at[:, at], mask)
+    if p.gate != "channel":
+      return scores + product.inner(q, k)
+    q, k, g = q.astype(f32), k.astype(f32), take(g_ref.at[:, at], mask).astype(f32)
+    scores += jnp.where(row == column, jnp.sum(q * k, axis=1)[:, None], 0.0)
+    for h, upto, after in tiles.halves(g):
+      if h < p.C:
+        scores += jnp.where(tiles.pairs_of_halves(p.C, h), product.inner(q * upto, k * after), 0.0)
+    return scores
+
+  scores = over(p.NK, tile, jnp.zeros((p.C, p.C), f32))
+  if p.gate == "head":
+    scores *= tiles.between_per_head(take(g_ref, tokens).astype(f32))
+  give(outputs[0], tiles.pairs(runs, row >= column, scores), None)
 
 
-def read(p: Plan, q, k, y, g, runs, edges, kept, like, transposed: bool) -> Array:
-  p = p.cut(TILES, "read")
-  blocks = specs(p, AXES["read"])
-  (out,) = launch(
-    functools.partial(_read_kernel, p=p, transposed=transposed), (q, k, y, g, runs, edges, kept),
-    name="read_dv" if transposed else "read_outputs", programs=places(p, AXES["read"])[1],
-    warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "v", p.gate, "runs", "edges", "kept")],
-    out_specs=[blocks["v"]], out_shapes=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
+def _scores(p: Plan, q, k, g, runs, edges) -> Array:
+  p = p.cut(TILES, "scores")
+  blocks = specs(p, AXES["scores"])
+  (scores,) = launch(
+    functools.partial(_scores_kernel, p=p), (q, k, g, runs, edges), name="linear_scores",
+    programs=places(p, AXES["scores"])[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in ("q", "q", p.gate, "runs", "edges")],
+    out_specs=[blocks["pairs"]], out_shapes=[jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.C, p.C), p.kept)],
   )  # fmt: skip
-  return out
+  return scores
+
+
+# --- attend: through the chunks --------------------------------------------------------------------------------------
+
+
+def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool):
+  """o = scale (scores v + (head q) S) and S = total S + (tail k)^T v, from chunk to chunk, keeping S before each.
+
+  In reverse dv = scale scores^T do + (tail k) dS and dS = total dS + scale (head q)^T do, keeping dS after each.
+  """
+  q_ref, k_ref, y_ref, g_ref, runs_ref, edges_ref, scores_ref, state_ref = inputs
+  out_ref, last_ref, *kept_ref = outputs
+  product, full = tiles.products(p.dtype, interpreted), tiles.full_products(interpreted)
+  place = places(p, AXES["attend"])[0](pl.program_id(0))
+  parts, values = parts_of(p, place.i), p.values(place.j)
+  upto = iota((p.C, p.C), 0) >= iota((p.C, p.C), 1)
+  by_head, by_tail = tiles.head_per_channel, lambda g: tiles.tail_per_channel(g, full)
+  reader_ref, by_reader, writer_ref, by_writer = q_ref, by_head, k_ref, by_tail
+  if reverse:
+    reader_ref, by_reader, writer_ref, by_writer = k_ref, by_tail, q_ref, by_head
+
+  def chunk(m, S):
+    n = chunk_of(p, place.n, m, reverse)
+    at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
+    if kept_ref:
+      give_state(kept_ref[0], S, parts, values, n)
+    runs = runs_of(p, runs_ref, edges_ref, n, at)
+    y = take(y_ref.at[at, :], both(tokens, values))
+    head, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.tail_per_head)
+
+    def load(ref, part, decay=None):
+      x, keys = take(ref.at[at, part[0]], both(tokens, part[1])), part[1]
+      if decay is None or p.gate != "channel":
+        return x
+      return x * decay(take(g_ref.at[at, part[0]], both(tokens, keys)).astype(f32))
+
+    read = read_state(product, [load(reader_ref, part, by_reader) for part in parts], S)
+    read = tiles.to_end(runs, tail * read) if reverse else tiles.from_start(runs, p.scale * head * read)
+    if scores_ref is None:
+      scores = scores_of(product, take_parts(q_ref, at, tokens, parts), take_parts(k_ref, at, tokens, parts))
+      if p.gate == "head":
+        scores *= tiles.between_per_head(take(g_ref.at[at], tokens).astype(f32))
+      scores = tiles.pairs(runs, upto, scores)
+    else:
+      scores = take(scores_ref.at[n], None)
+    near = p.scale * (product.outer if reverse else product)(scores, y)
+    give(out_ref.at[at, :], read + (near if p.NK == 1 else jnp.where(place.i == 0, near, 0.0)), both(tokens, values))
+    y = tiles.from_start(runs, p.scale * head * y) if reverse else tiles.to_end(runs, tail * y)
+
+    def update(x, part):
+      total = tiles.throughout(runs, total_decay(p, g_ref, at, tokens, part))
+      return total * x + product.outer(load(writer_ref, part, by_writer), y)
+
+    return [update(x, part) for x, part in zip(S, parts, strict=True)]
+
+  give_state(last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values)
+
+
+def scores_apart(p: Plan) -> bool:
+  """Whether the scores are a launch of their own: a program of `attend` has no registers for them."""
+  return p.gate == "channel" or p.dtype != jnp.bfloat16 or p.K > WIDE
+
+
+def attend(p: Plan, q, k, y, g, runs, edges, state, like, reverse: bool, keep: bool) -> tuple[Array, ...]:
+  """What comes out, the state at the end (in reverse at the start), and if wanted the states at the chunks' starts (ends)."""
+  scores = _scores(p, q, k, g, runs, edges) if scores_apart(p) else None
+  states = state[:, None]
+  if p.P > 1:
+    ends = _summaries(p, q if reverse else k, y, g, runs, edges, reverse)
+    states = segments.by_decays(p, segments.decays(p, g, edges), ends, state, reverse)
+  p = p.cut_in_parts(TILES, "attend_back" if reverse else "attend", WIDE)
+  blocks = specs(p, AXES["attend"])
+  inputs = "q", "q", "v", p.gate, "runs", "edges", "pairs", "segment"
+  shapes = {"v": jax.ShapeDtypeStruct(like.shape, like.dtype), "segment": jax.ShapeDtypeStruct(states.shape, f32)}
+  if p.NK > 1:
+    shapes = {"partial": jax.ShapeDtypeStruct((p.NK, *like.shape), f32), "segment": shapes["segment"]}
+  if keep:
+    shapes["kept"] = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept)
+  out, after, *kept = launch(
+    functools.partial(_attend_kernel, p=p, reverse=reverse), (q, k, y, g, runs, edges, scores, states),
+    name=("linear_cotangents" if reverse else "linear_outputs") + in_segments(p),
+    programs=places(p, AXES["attend"])[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in inputs], out_specs=[blocks[name] for name in shapes], out_shapes=list(shapes.values()),
+  )  # fmt: skip
+  return out if p.NK == 1 else out.sum(0).astype(like.dtype), after[:, 0 if reverse else -1], *kept
 
 
 # --- pairs: dq, dk and dg --------------------------------------------------------------------------------------------
@@ -243,7 +327,7 @@ def _pairs(p: Plan, q, k, v, do, g, runs, edges, kept, dkept) -> tuple[Array, Ar
   results = [("dq", tall(q.dtype)), ("dq", tall(k.dtype)), *dg]
   dq, dk, *dg = launch(
     functools.partial(_pairs_kernel, p=p), (q, k, v, do, g, runs, edges, kept, dkept),
-    name="pairs_dq_dk_dg", programs=places(p, AXES["pairs"])[1], warps=p.warps, stages=p.stages,
+    name="linear_pairs", programs=places(p, AXES["pairs"])[1], warps=p.warps, stages=p.stages,
     in_specs=[blocks[name] for name in ("q", "q", "v", "v", p.gate, "runs", "edges", "kept", "kept")],
     out_specs=[blocks[name] for name, _ in results], out_shapes=[shape for _, shape in results],
   )  # fmt: skip
@@ -282,32 +366,38 @@ def linear_attention(
   """
   if runs is None:
     return _attend(float(scale), (q, k, v, g, state), None)
-  C = plan(q, v, g, True, scale, tiles.operand_dtype(q, k, v)).C
-  return _attend(float(scale), (q, k, v, g, state), documents(runs, C))
+  p = plan(q, v, g, True, scale, tiles.operand_dtype(q, k, v))
+  return _attend(float(scale), (q, k, v, g, state), documents(runs, p))
 
 
-def _forward(scale: float, inputs, packed):
+def _pass(scale: float, inputs, packed, keep: bool):
   q, k, v, g, state = inputs
   p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
   runs, edges = packed or (None, None)
-  kept, last = _carry(p, k, v, g, runs, edges, state, reverse=False)
-  o = read(p, q, k, v, g, runs, edges, kept, v, transposed=False)
+  o, last, *kept = attend(p, q, k, v, g, runs, edges, state, v, reverse=False, keep=keep)
   return (o, last), (inputs, packed, kept)
 
 
+def _forward(scale: float, inputs, packed):
+  return _pass(scale, inputs, packed, keep=True)
+
+
+def _alone(scale: float, inputs, packed):
+  return _pass(scale, inputs, packed, keep=False)
+
+
 def _backward(scale: float, residuals, cotangents):
-  (q, k, v, g, state), packed, kept = residuals
+  (q, k, v, g, state), packed, (kept,) = residuals
   do, dlast = cotangents
   p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
   runs, edges = packed or (None, None)
-  dkept, dstate = _carry(p, q, do, g, runs, edges, dlast, reverse=True)
-  dv = read(p, q, k, do, g, runs, edges, dkept, v, transposed=True)
+  dv, dstate, dkept = attend(p, q, k, do, g, runs, edges, dlast, v, reverse=True, keep=True)
   dq, dk, dg = _pairs(p, q, k, v, do, g, runs, edges, kept, dkept)
   dg = None if g is None or dg is None else dg.astype(g.dtype)
   return (dq.astype(q.dtype), dk.astype(k.dtype), dv, dg, dstate.astype(state.dtype)), None
 
 
-_attend = differentiable(_forward, _backward)
+_attend = differentiable(_forward, _backward, _alone)
 
 
 def supports(q, k, v, g=None, initial_state=None, *, bonus=None, chunk_size: int | None = None) -> str | None:
@@ -328,4 +418,4 @@ def decode(
 
   The state is read once and written once, and in place where the caller donates it.
   """
-  return one_token("decode", state, q, k, v, None, g, scale)
+  return one_token("linear_decode", state, q, k, v, None, g, scale)

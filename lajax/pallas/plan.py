@@ -1,7 +1,8 @@
 """The sizes of a call of a matrix state's kernels, how each kernel cuts them, and where its programs find their blocks.
 
 Time is cut into N chunks of C tokens, K and V into NK and NV tiles of so many columns (`k_tile`, `v_tile`); n counts
-chunks, i tiles of K, j tiles of V.
+chunks, i tiles of K, j tiles of V. What goes from chunk to chunk goes through P segments of time at once where batch, heads
+and columns are too few to fill a GPU; s counts segments.
 """
 
 import math
@@ -17,6 +18,10 @@ from lajax.pallas.tiles import Runs, inside
 
 f32 = jnp.float32
 MAX_K = 256
+FILL = 128  # programs that fill a large GPU, about one for each of its cores (SMs)
+COLUMNS = 64  # of a state that a program usually has, for the number of programs
+LEAST = 4  # segments, else their ends, which need the inputs once more, cost what they save
+SHORTEST = 8  # chunks of a segment
 
 
 class Tiles(NamedTuple):
@@ -31,7 +36,7 @@ class Tiles(NamedTuple):
 class Axes(NamedTuple):
   """Of a kernel's programs, beside batch and heads."""
 
-  chunks: bool
+  chunks: bool  # else segments
   keys: bool
   values: bool
 
@@ -57,14 +62,22 @@ class Plan(NamedTuple):
   scale: float
   dtype: jnp.dtype  # of the inputs of products
   C: int
+  P: int = 1
   k_tile: int = 0
+  k_part: int = 0  # of a tile of K that a program takes in parts
   v_tile: int = 0
   warps: int = 0
   stages: int = 0
 
   @property
   def N(self) -> int:
-    return -(-self.T // self.C)
+    """Of whole segments: the last chunks may have no tokens."""
+    return self.P * self.span
+
+  @property
+  def span(self) -> int:
+    """Chunks of a segment."""
+    return -(-self.T // (self.C * self.P))
 
   @property
   def NK(self) -> int:
@@ -85,8 +98,13 @@ class Plan(NamedTuple):
   def cut_by(self, t: Tiles) -> "Plan":
     return self._replace(k_tile=_side(self.K, t.k), v_tile=_side(self.V, t.v), warps=t.warps, stages=t.stages)
 
+  def cut_in_parts(self, table: Table, kernel: str, most: int) -> "Plan":
+    """Tiles of K of up to so many columns, which a program takes in parts of the table's."""
+    p = self.cut(table, kernel)
+    return p._replace(k_tile=_side(self.K, most), k_part=p.k_tile)
+
   def tokens(self, n) -> Array | None:
-    return inside(n * self.C, self.C, self.T, self.T % self.C == 0)
+    return inside(n * self.C, self.C, self.T, self.T == self.N * self.C)
 
   def keys(self, i) -> Array | None:
     return inside(i * self.k_tile, self.k_tile, self.K, self.K % self.k_tile == 0)
@@ -104,7 +122,17 @@ def plan(q, v, g, documents: bool, scale: float, dtype) -> Plan:
   (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
   gate = "none" if g is None else "head" if g.ndim == 3 else "channel"
   C = CHUNK[gate == "channel", dtype != jnp.bfloat16]
-  return Plan(B, T, H, HV, K, V, gate, documents, float(scale), dtype, C)
+  return Plan(
+    B, T, H, HV, K, V, gate, documents, float(scale), dtype, C, segments(B * HV * -(-V // COLUMNS), -(-T // C))
+  )
+
+
+def segments(programs: int, chunks: int) -> int:
+  """How many segments of time make enough of so many programs: 1, or a power of two from `LEAST` on."""
+  P = 1
+  while programs * P < FILL and chunks >= 2 * P * SHORTEST:
+    P *= 2
+  return P if P >= LEAST else 1
 
 
 def refusal(p: Plan, inputs, chunk_size: int | None, table: Table, axes: Mapping[str, Axes]) -> str | None:
@@ -115,7 +143,8 @@ def refusal(p: Plan, inputs, chunk_size: int | None, table: Table, axes: Mapping
     return f"the kernels take keys of up to K = {MAX_K}, and K is {p.K}."
   if chunk_size is not None and chunk_size != p.C:
     return f"the kernels' chunks have {p.C} tokens here, and chunk_size is {chunk_size}."
-  programs = max(places(p.cut(table, kernel), along)[1] for kernel, along in axes.items())
+  cuts = (table.get((kernel, p.gate == "channel", p.dtype != jnp.bfloat16)) for kernel in axes)
+  programs = max(places(p.cut_by(cut), axis)[1] for cut, axis in zip(cuts, axes.values(), strict=True) if cut)
   if programs >= 2**31 - 1:
     sizes = [p.B, p.T, p.HV, p.K, p.V]
     return f"a GPU starts fewer than 2^31 programs, and [B T HV K V] = {sizes} would need {programs}."
@@ -129,15 +158,15 @@ class Place(NamedTuple):
   """Which part of the arrays a program works on."""
 
   b: Array
-  n: Array
+  n: Array  # of the chunks, or of the segments
   h: Array  # of the value heads
   i: Array
   j: Array
 
 
 def places(p: Plan, along: Axes) -> tuple[Callable[[Array], Place], int]:
-  """Program number -> Place, over batch, chunks, heads and tiles where wanted; neighbours in number share inputs."""
-  sizes = (p.N if along.chunks else 1, p.HV, p.NK if along.keys else 1, p.NV if along.values else 1)
+  """Program number -> Place, over batch, chunks or segments, heads and tiles where wanted; neighbours share inputs."""
+  sizes = (p.N if along.chunks else p.P, p.HV, p.NK if along.keys else 1, p.NV if along.values else 1)
 
   def place(program) -> Place:
     parts = []
@@ -150,7 +179,7 @@ def places(p: Plan, along: Axes) -> tuple[Callable[[Array], Place], int]:
 
 
 def specs(p: Plan, along: Axes) -> dict[str, Any]:
-  """BlockSpecs by kind of array. Without an axis among the programs' a block has all of it."""
+  """BlockSpecs by kind of array. Without an axis among the programs' a block has all of it, of segments too."""
   chunks, keys, values = along
   place, G = places(p, along)[0], p.HV // p.H
   C, K, V = (p.C if chunks else p.N * p.C, p.k_tile * (1 if keys else p.NK), p.v_tile * (1 if values else p.NV))
@@ -162,6 +191,7 @@ def specs(p: Plan, along: Axes) -> dict[str, Any]:
   return {
     "q": spec((None, C, None, K), lambda x: (x.b, n(x), x.h // G, i(x))),
     "dq": spec((None, C, None, K), lambda x: (x.b, n(x), x.h, i(x))),
+    "partial": spec((None, None, C, None, V), lambda x: (i(x), x.b, n(x), x.h, j(x))),
     "v": spec((None, C, None, V), lambda x: (x.b, n(x), x.h, j(x))),
     "none": None,
     "head": spec((None, C, None), lambda x: (x.b, n(x), x.h)),
@@ -170,19 +200,30 @@ def specs(p: Plan, along: Axes) -> dict[str, Any]:
     "runs": spec((None, C), lambda x: (x.b, n(x))),
     "edges": spec((None, p.N + 1), lambda x: (x.b, 0)),
     "state": spec((None, None, K, V), lambda x: (x.b, x.h, i(x), j(x))),
+    "segment": spec((None, None, None, K, V), lambda x: (x.b, x.n, x.h, i(x), j(x))),
     "kept": spec((None, None, every, K, V), lambda x: (x.b, x.h, n(x), i(x), j(x))),
     "pairs": spec((None, None, every, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0)),
   }
 
 
-def documents(runs: Int[Array, "B T"], C: int) -> tuple[Int[Array, "B NC"], Int[Array, "B N1"]]:
+def documents(runs: Int[Array, "B T"], p: Plan) -> tuple[Int[Array, "B NC"], Int[Array, "B N1"]]:
   """The document of each token of whole chunks, and of the token before each chunk and of the last one's last."""
-  padded = jnp.pad(runs, [(0, 0), (0, -runs.shape[1] % C)], mode="edge")
-  return padded, jnp.pad(padded[:, C - 1 :: C], [(0, 0), (1, 0)])
+  padded = jnp.pad(runs, [(0, 0), (0, p.N * p.C - p.T)], mode="edge")
+  return padded, jnp.pad(padded[:, p.C - 1 :: p.C], [(0, 0), (1, 0)])
 
 
 def runs_of(p: Plan, runs_ref, edges_ref, n, at) -> Runs | None:
   return Runs(runs_ref[at], edges_ref[n], edges_ref[n + 1]) if p.documents else None
+
+
+def in_segments(p: Plan) -> str:
+  """The end of the name of a kernel that goes through segments of time."""
+  return "_in_segments" if p.P > 1 else ""
+
+
+def chunk_of(p: Plan, segment, m, reverse: bool = False):
+  """The number of the m-th chunk of a segment, in reverse from its end."""
+  return segment * p.span + (p.span - 1 - m if reverse else m)
 
 
 def over(count: int, body, carry):

@@ -12,21 +12,30 @@ from lajax.pallas.attention import attention
 from lajax.pallas.delta_rule import decode as decode_delta_rule
 from lajax.pallas.delta_rule import delta_rule
 from lajax.pallas.delta_rule import supports as supports_delta_rule
+from lajax.pallas.delta_rule_backward import carry_back
+from lajax.pallas.delta_rule_forward import WIDE, fits, solve
+from lajax.pallas.delta_rule_forward import attend as attend_delta_rule
 from lajax.pallas.dplr import decode as decode_dplr
 from lajax.pallas.dplr import dplr
 from lajax.pallas.dplr import supports as supports_dplr
+from lajax.pallas.linear_attention import attend, linear_attention, scores_apart
 from lajax.pallas.linear_attention import decode as decode_linear_attention
-from lajax.pallas.linear_attention import linear_attention
 from lajax.pallas.linear_recurrence import linear_recurrence
 from lajax.pallas.norm import gated_rms_norm
+from lajax.pallas.plan import LEAST, plan
 from lajax.pallas.short_conv import short_conv
 
 GATES = ("none", "head", "channel")
 WIDTHS, DTYPES = (64, 128, 256), ("bfloat16", "float32")
 KERNELS = {  # of each family, in the order of their launches
-  "linear_attention": ("carry_states", "read_outputs", "carry_cotangents", "read_dv", "pairs_dq_dk_dg", "decode"),
+  "linear_attention": (
+    "linear_scores", "linear_summaries", "linear_outputs", "linear_outputs_in_segments", "linear_summaries_back",
+    "linear_cotangents", "linear_cotangents_in_segments", "linear_pairs", "linear_decode",
+  ),
   "delta_rule": (
-    "delta_solve", "delta_states", "read_outputs", "delta_errors", "delta_cotangents", "delta_scores", "delta_pairs", "delta_decode",
+    "delta_solve", "delta_summaries", "delta_outputs", "delta_outputs_in_segments", "delta_states", "delta_states_in_segments",
+    "delta_reads", "delta_errors", "delta_summaries_back", "delta_cotangents", "delta_cotangents_in_segments", "delta_scores",
+    "delta_pairs", "delta_decode",
   ),
   "dplr": (
     "dplr_solve", "dplr_states", "dplr_outputs", "dplr_errors", "dplr_cotangents", "dplr_scores", "dplr_pairs", "dplr_decode",
@@ -38,7 +47,7 @@ KERNELS = {  # of each family, in the order of their launches
 }  # fmt: skip
 GATED = ("linear_attention", "delta_rule", "dplr")
 WITHOUT_PRODUCTS = (
-  "decode",
+  "linear_decode",
   "delta_decode",
   "dplr_decode",
   *(name for family in list(KERNELS)[4:] for name in KERNELS[family]),
@@ -72,6 +81,21 @@ class Program(NamedTuple):
   donated: tuple[int, ...] = ()
 
 
+def kernels(case: Case) -> tuple[str, ...]:
+  """Those of its family that a case has."""
+  q = jax.ShapeDtypeStruct((1, 1, 1, case.D), case.dtype)
+  g = {"none": None, "head": jax.ShapeDtypeStruct((1, 1, 1), f32), "channel": q}[case.gate]
+  p = plan(q, q, g, False, 1.0, q.dtype)
+  left_out: tuple[str, ...] = ()
+  if case.family == "linear_attention" and not scores_apart(p):
+    left_out = ("linear_scores",)
+  if case.family == "delta_rule":
+    left_out = ("delta_states", "delta_reads") if fits(p) else ("delta_outputs",)
+  cut = case.family != "delta_rule" or case.D <= WIDE
+  names = (name for name in KERNELS[case.family] if name.removesuffix("_in_segments") not in left_out)
+  return tuple(name for name in names if cut or not ("summaries" in name or name.endswith("_in_segments")))
+
+
 def cases() -> Iterator[Case]:
   """All that the report compiles: what the kernels take."""
   for family in KERNELS:
@@ -86,7 +110,9 @@ def cases() -> Iterator[Case]:
 def programs(
   family: str, gate: str, shape: Shape, dtype: str, array: Callable = jax.ShapeDtypeStruct
 ) -> dict[str, Program]:
-  """`forward`, `train` (forward and all gradients) and, where there is one, `decode` of a family.
+  """`forward`, `train` (forward and all gradients) and, where there are such, `decode` and `segments` of a family.
+
+  `segments` is what has other kernels where time is cut.
 
   `array(shape, dtype)` makes an argument.
   """
@@ -111,12 +137,30 @@ def programs(
     "train": Program(functools.partial(_train, call, len(args)), (*args, cotangents)),
   }
   if family == "linear_attention":
+    found["segments"] = Program(_linear_segments, args)
     found["decode"] = Program(decode_linear_attention, (state, token, token, token, g_token), (0,))
   elif family == "delta_rule":
+    if D <= WIDE:
+      found["segments"] = Program(_delta_segments, args)
     found["decode"] = Program(decode_delta_rule, (state, token, token, token, beta_token, g_token), (0,))
   elif family == "dplr":
     found["decode"] = Program(decode_dplr, (state, token, token, token, token, token, g_token), (0,))
   return found
+
+
+def _linear_segments(q, k, v, g, state):
+  p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=LEAST)
+  passes = (attend(p, q, k, v, g, None, None, state, v, reverse, keep=True) for reverse in (False, True))
+  return tuple(passes)
+
+
+def _delta_segments(q, k, v, beta, g, state):
+  p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=LEAST)
+  solved = solve(p, q, k, beta, g, None, None)
+  o, last, _, matrices = attend_delta_rule(p, solved, v, beta, g, None, None, state, v, keep=True)
+  readers = solved.k_reader, solved.q_reader, solved.k_writer
+  back = carry_back(p, *readers, o, v.astype(f32), beta, g, None, None, solved.squares, last, matrices)
+  return o, last, back
 
 
 def _train(call: Callable, count: int, *args):

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from lajax.pallas.plan import Plan
-from lajax.pallas.tiles import Products, both, give, take
+from lajax.pallas.tiles import Products, both, give, inside, take
 
 f32 = jnp.float32
 
@@ -31,9 +31,13 @@ def total_decay(p: Plan, g_ref, at, tokens, part) -> Array:
   return jnp.exp(jnp.sum(take(g_ref.at[at, rows], both(tokens, keys)).astype(f32), axis=0))[:, None]
 
 
-def parts_of(p: Plan) -> list[tuple[Any, Array | None]]:
-  """Where each tile of K is, and which of its columns are keys."""
-  return [(pl.ds(i * p.k_tile, p.k_tile), p.keys(i)) for i in range(p.NK)]
+def parts_of(p: Plan, i: Array | int = 0) -> list[tuple[Any, Array | None]]:
+  """Where each part of the i-th tile of K is, or each tile of all of K, and which of its columns are keys."""
+  if p.k_part == 0:
+    return [(pl.ds(i * p.k_tile, p.k_tile), p.keys(i)) for i in range(p.NK)]
+  starts = range(0, p.k_tile, p.k_part)
+  keys = lambda start: inside(i * p.k_tile + start, p.k_part, p.K, p.K % p.k_tile == 0)
+  return [(pl.ds(start, p.k_part), keys(start)) for start in starts]
 
 
 def take_parts(ref, at, rows: Array | None, parts) -> list[Array]:
@@ -48,6 +52,10 @@ def take_state(ref, parts, values: Array | None) -> list[Array]:
 def give_state(ref, S: list[Array], parts, values: Array | None, *at) -> None:
   for x, (rows, keys) in zip(S, parts, strict=True):
     give(ref.at[(*at, rows, slice(None))], x, both(keys, values))
+
+
+def scores_of(product: Products, x: list[Array], y: list[Array]) -> Float[Array, "C C"]:
+  return sum(product.inner(a, b) for a, b in zip(x[1:], y[1:], strict=True)) + product.inner(x[0], y[0])
 
 
 def read_state(product: Products, x: list[Array], S: list[Array]) -> Float[Array, "C V"]:
