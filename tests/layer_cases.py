@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +15,7 @@ import lajax.layers as L
 
 D, B, T = 16, 4, 70
 
-# The laws are about what is computed, not how fast: these halve the time to compile it.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+QUICK = cases.quick()  # compiler options: the laws are about what is computed, not how fast
 
 
 class Case(NamedTuple):
