@@ -6,6 +6,7 @@ never set for the process, so that a test of float32 runs exactly what a user ru
 
 import contextlib
 import ctypes
+import gc
 import os
 
 import hypothesis
@@ -42,6 +43,10 @@ with quiet_plugin():
   import jax
 
   jax.devices()
+
+# Tracing makes many small objects that live: looking through all of them for cycles at Python's pace takes a quarter of it.
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
 
 hypothesis.settings.register_profile(
   "lajax",
