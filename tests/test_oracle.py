@@ -209,18 +209,26 @@ class AsStored:
   put_state = put_timed
 
 
-def vjp(f: Callable | None, *x):
+@functools.cache
+def jitted(f: Callable) -> tuple[Callable, Callable]:
+  """f of (x, fixed), and its vjp with respect to x alone, of (x, fixed, ct): shared by all files of a method."""
+  jit = functools.partial(jax.jit, compiler_options=cases.quick())
+  call = lambda x, fixed: f(*x, *fixed)
+  return jit(call), jit(lambda x, fixed, ct: jax.vjp(lambda x: call(x, fixed), x)[1](ct)[0])
+
+
+def vjp(f: Callable | None, *x, fixed=()):
   """jax.vjp in float64, jitted: eagerly every primitive would be compiled by itself. None gives its last argument back."""
   if f is None:
     return x[-1], lambda ct: (*jax.tree.map(np.zeros_like, x[:-1]), ct)
-  jit = functools.partial(jax.jit, compiler_options=cases.quick())
+  forward, backward = jitted(f)
 
   def pull(ct):
     with jax.enable_x64(True):
-      return jax.device_get(jit(lambda x, ct: jax.vjp(f, *x)[1](ct))(x, ct))
+      return jax.device_get(backward(x, fixed, ct))
 
   with jax.enable_x64(True):
-    return jax.device_get(jit(f)(*x)), pull
+    return jax.device_get(forward(x, fixed)), pull
 
 
 def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray]:
@@ -231,8 +239,8 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
   states = [k for k in STATES if STATES[k] in file["out"]]
   stacked = stacked and case.op != "delta_product"  # whose keys have another axis before the heads
 
-  call = adapter.arguments and (lambda x: adapter.arguments(x, file["attr"]))
-  arguments, pull_arguments = vjp(call, values)
+  constants = {k: x for k, x in file["attr"].items() if x.dtype.kind == "f"}
+  arguments, pull_arguments = vjp(adapter.arguments, values, fixed=(constants,))
   if "q" in arguments:  # the op will multiply by width^-1/2, where the method has a scale of its own
     width = cases.Shape().K if stacked else arguments["q"].shape[-1]
     factor = file["attr"]["scale"] * width**0.5
