@@ -123,13 +123,17 @@ def test_rotation_depends_on_distance():
 
 
 def test_initial_values():
-  dt = jax.nn.softplus(parameters.step_bias(jax.random.key(0), (4000,), jnp.float32))
+  @functools.partial(jax.jit, compiler_options=QUICK)
+  def drawn(key):
+    A_log = parameters.log_uniform_rate(key, (4000,), 0.0, 16.0, jnp.float32)
+    return jax.nn.softplus(parameters.step_bias(key, (4000,), jnp.float32)), A_log
+
+  dt, A_log = map(np.asarray, drawn(jax.random.key(0)))
   assert dt.min() >= 0.999e-3
   assert dt.max() <= 1.001e-1
-  assert abs(jnp.log(dt).mean() - jnp.log(1e-2)) < 0.1
-  A = jnp.exp(parameters.log_uniform_rate(jax.random.key(0), (4000,), 0.0, 16.0, jnp.float32))
-  assert jnp.isfinite(jnp.log(A)).all()
-  assert abs(A.mean() - 8) < 0.4
+  assert abs(np.log(dt).mean() - np.log(1e-2)) < 0.1
+  assert np.isfinite(A_log).all()
+  assert abs(np.exp(A_log).mean() - 8) < 0.4
 
 
 # --- documents -------------------------------------------------------------------------------------------------------
@@ -138,7 +142,7 @@ def test_initial_values():
 def test_documents_follow_the_state():
   state = LayerState(None, None, jnp.array([-1, 5, 5, 5]), jnp.array([3, 3, 3, 3]))
   ids = jnp.array([[5, 5, -1, 5, 7], [-1, 5, 7, 7, 5], [7, -1, -1, 7, 5], [-1, -1, -1, -1, -1]])
-  d = follow(state, ids.shape, ids)
+  d = jax.jit(lambda state, ids: follow(state, ids.shape, ids), compiler_options=QUICK)(state, ids)
   np.testing.assert_array_equal(d.ids, [[0, 0, -1, 0, 1], [-1, 0, 1, 1, 2], [1, -1, -1, 1, 2], [-1] * 5])
   np.testing.assert_array_equal(
     np.where(ids < 0, 0, d.position), [[3, 4, 0, 5, 0], [0, 3, 0, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
@@ -152,46 +156,62 @@ def test_documents_follow_the_state():
 # --- every layer -----------------------------------------------------------------------------------------------------
 
 
+same = lambda call: call
+rows = lambda call: jax.vmap(lambda p, row: (jax.checkpoint(call)(p, row[None])[0][0], None), in_axes=(None, 0))
+
+
+def tokens(length, dtype):
+  return np.random.default_rng(0).normal(size=(B, length, D)).astype(np.float32).astype(dtype)
+
+
+def drawn(case, dtype):
+  """A layer's call of (parameters, x) and its parameters, which are float32 in any dtype."""
+  graph, params = abstract(case, **({} if dtype == "float32" else {"dtype": dtype}))
+  assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(params))
+  return lambda p, x: nnx.merge(graph, p)(x), values(params)
+
+
+@functools.cache
+def results(case, dtype, transform=same):
+  """The output, the state's memory and the parameters' gradients of a loss: of a plain case in the form that users run, over
+  two chunks; of the others in the form that compiles fastest."""
+  call, params = drawn(case if case.plain else case.in_form("recurrent"), dtype)
+  call = transform(lambda p, x, call=call: (lambda y, state: (y, getattr(state, "memory", None)))(*call(p, x)))
+
+  def loss(params, x):
+    y, memory = call(params, x)
+    return (y.astype(jnp.float32) ** 2).sum(), (y, memory)
+
+  run = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
+  gradients, (y, memory) = run(params, tokens(70 if case.plain else 9, dtype))
+  return y, memory, gradients
+
+
 @pytest.mark.parametrize(
   "case", [pytest.param(case, id=case.name, marks=() if case.name in SOME else pytest.mark.slow) for case in EACH]
 )
 def test_bfloat16(case):
-  case = case.in_form("recurrent")  # it compiles fastest
-  x = np.random.default_rng(0).normal(size=(B, 9, D)).astype(np.float32)
+  """In the recurrent form, of nine tokens."""
 
-  def run(x, **options):
-    graph, params = abstract(case, **options)
-    assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(params))
-    return jax.jit(lambda p, x: nnx.merge(graph, p)(x), compiler_options=QUICK)(values(params), x)
+  def forward(dtype):
+    call, params = drawn(case.in_form("recurrent"), dtype)
+    y, state = jax.jit(call, compiler_options=QUICK)(params, tokens(9, dtype))
+    return y, state.memory
 
-  (y, state), (exact, _) = run(x.astype(jnp.bfloat16), dtype=jnp.bfloat16), run(x)
+  run = forward if case.plain else lambda dtype: results(case, dtype)[:2]
+  (y, memory), (exact, _) = run("bfloat16"), run("float32")
   assert y.dtype == jnp.bfloat16
   # Not the first tokens: where q . k is near 0, a norm turns a small error of it into a change of sign.
   assert relative_rms(y[:, 3:].astype(np.float32), exact[:, 3:]) < 3e-2
   if not issubclass(case.layer.func, CachedMixer):  # its keys and values are kept as they are
-    assert all(s.dtype == jnp.float32 for s in jax.tree.leaves(state.memory))
-
-
-def gradients(case, x, transform=lambda call: call, **options):
-  """Of a loss, with respect to the parameters, with the layer's call transformed."""
-  graph, params = abstract(case, **options)
-  call = transform(lambda params, x: nnx.merge(graph, params)(x)[0])
-  loss = lambda params: (call(params, x).astype(jnp.float32) ** 2).sum()
-  return jax.jit(jax.grad(loss), compiler_options=QUICK)(values(params))
+    assert all(s.dtype == jnp.float32 for s in jax.tree.leaves(memory))
 
 
 @pytest.mark.slow
 @each_class
 def test_transformations(case):
   """grad under jit, with remat under a vmap over the batch the same; no gradient is zero or infinite, in bfloat16 neither."""
-  case = case if case.plain else case.in_form("recurrent")
-  x = np.random.default_rng(0).normal(size=(B, 70 if case.plain else 9, D)).astype(np.float32)
-  rows = lambda call: jax.vmap(lambda p, row: jax.checkpoint(call)(p, row[None])[0], in_axes=(None, 0))
-  want, got, half = (
-    gradients(case, x),
-    gradients(case, x, rows),
-    gradients(case, x.astype(jnp.bfloat16), dtype=jnp.bfloat16),
-  )
+  want, got, half = (results(case, *how)[2] for how in (("float32",), ("float32", rows), ("bfloat16",)))
   for (path, g), h, b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), jax.tree.leaves(half), strict=True):
     constant = path[0].key == "projection"  # of random features
     assert constant or np.any(g), path
@@ -310,8 +330,8 @@ def test_state_of_another_layer():
 
 
 def test_full_cache():
-  layer = L.SoftmaxAttention(D, 2, 8, max_length=4, rngs=nnx.Rngs(0))
-  x = jnp.ones((2, 3, D))
+  graph, params = abstract(Case("", functools.partial(L.SoftmaxAttention, D, 2, 8, max_length=4)))
+  layer, x = nnx.merge(graph, values(params)), jnp.ones((2, 3, D))
   call = jax.jit(lambda x, s: layer(x, s), compiler_options=QUICK)
   _, state = call(x, layer.init_state(2))
   with pytest.raises(

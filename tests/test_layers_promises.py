@@ -202,8 +202,8 @@ def test_mla_defaults():
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [functools.partial(L.MLA, **SIZES), L.ForgettingAttention])
 def test_full_cache(layer):
-  layer = layer(D, 2, 8, max_length=4, rngs=nnx.Rngs(0))
-  x = jnp.ones((2, 3, D))
+  graph, params = abstract(Case("", functools.partial(layer, D, 2, 8, max_length=4)))
+  layer, x = nnx.merge(graph, values(params)), jnp.ones((2, 3, D))
   call = quick(lambda x, s: layer(x, s))
   _, state = call(x, layer.init_state(2))
   with pytest.raises(
