@@ -30,10 +30,14 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("errors", True, False): Tiles(16, 32, 8, 1),
   ("errors", False, True): Tiles(32, 32, 8, 1),
   ("errors", True, True): Tiles(32, 32, 4, 1),
+  ("summaries_back", False, False): Tiles(64, 16, 4, 2),
+  ("summaries_back", True, False): Tiles(64, 32, 4, 2),
+  ("summaries_back", False, True): Tiles(128, 16, 8, 1),
+  ("summaries_back", True, True): Tiles(32, 16, 8, 1),
   ("carry_back", False, False): Tiles(64, 32, 4, 2),
   ("carry_back_wide", False, False): Tiles(64, 16, 4, 1),
   ("carry_back", True, False): Tiles(64, 32, 4, 2),
-  ("carry_back_wide", True, False): Tiles(64, 16, 8, 2),
+  ("carry_back_wide", True, False): Tiles(128, 16, 8, 2),
   ("carry_back", False, True): Tiles(128, 16, 8, 1),
   ("carry_back", True, True): Tiles(32, 16, 8, 1),
   ("scores", False, False): Tiles(16, 16, 4, 1),
@@ -174,27 +178,29 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
 
 def carry_back(p: Plan, k, q, writer, do, dread, beta, g, runs, edges, solved, dlast, matrices) -> Sequence[Array]:
   """dS after each chunk, dX, dv, and dS before the first token; `matrices` are the segments', of `attend`."""
-  p = p.cut(TILES, "carry_back_wide" if p.K > WIDE else "carry_back")
   along, key = AXES["carry_back"], "dq" if p.gate == "channel" else "q"
-  blocks, segment = specs(p, along), ("segment", (p.B, p.P, p.HV, p.K, p.V), f32)
+  segment = "segment", (p.B, p.P, p.HV, p.K, p.V), f32
   inputs = k, q, writer, do, dread, beta, g, runs, edges, solved
 
-  def go(name: str, states: Array | None, *results: tuple) -> Sequence[Array]:
-    kinds = key, key, key, "v", "v", "head", p.gate, "runs", "edges", "pairs", "segment"
+  def go(name: str, tiling: str, states: Array | None, *results: tuple) -> Sequence[Array]:
+    cut = p.cut(TILES, tiling)
+    blocks, kinds = specs(cut, along), (key, key, key, "v", "v", "head", p.gate, "runs", "edges", "pairs", "segment")
     return launch(
-      functools.partial(_carry_back_kernel, p=p, summary=states is None), [*inputs, states], name=name,
-      programs=places(p, along)[1], warps=p.warps, stages=p.stages,
+      functools.partial(_carry_back_kernel, p=cut, summary=states is None), [*inputs, states], name=name,
+      programs=places(cut, along)[1], warps=cut.warps, stages=cut.stages,
       in_specs=[blocks[x] for x in kinds], out_specs=[blocks[x] for x, _, _ in results],
       out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
     )  # fmt: skip
 
   states = dlast[:, None]
   if matrices is not None:
-    (ends,) = go("delta_summaries_back", None, segment)
+    (ends,) = go("delta_summaries_back", "summaries_back", None, segment)
     states = segments.by_matrices(matrices, ends, dlast, reverse=True)
   kept = "kept", (p.B, p.HV, p.N, p.K, p.V), p.kept
   results = kept, ("v", do.shape, f32), ("v", do.shape, do.dtype), segment
-  dkept, dx, dv, before = go("delta_cotangents" + in_segments(p), states, *results)
+  dkept, dx, dv, before = go(
+    "delta_cotangents" + in_segments(p), "carry_back_wide" if p.K > WIDE else "carry_back", states, *results
+  )
   return dkept, dx, dv, before[:, 0]
 
 
