@@ -21,9 +21,11 @@ FOUND = json.loads((report.DOCS / "kernels.json").read_text())
 # that each of the two products is 2 x 2 x 4 + 4 instructions, twice over no multiple of three.
 BOTH_GROUPS = {
   (kernel, gate, 64, "float32", "sm_90a"): (72, 40)
-  for kernel in ("delta_cotangents", "dplr_cotangents", "dplr_states")
+  for kernel in (
+    "delta_cotangents", "delta_cotangents_in_segments", "delta_summaries_back", "dplr_cotangents", "dplr_states",
+  )
   for gate in ("none", "head")
-}
+}  # fmt: skip
 
 
 def check(rows):
