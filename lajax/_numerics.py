@@ -33,11 +33,14 @@ def l2_normalize(x: Float[Array, "... D"], eps: float = 1e-6) -> Float[Array, ".
   return (wide * lax.rsqrt((wide * wide).sum(-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-def alike(x, *others) -> Array:
-  """x, varying over the mesh axes that `others` vary over: what the first carry of a loop under `jax.shard_map` must do."""
-  for other in jax.tree.leaves(others):
-    x = lax.select(jnp.broadcast_to(other[(0,) * other.ndim] == 0, x.shape), x, x)
-  return x
+def alike(x: Array, *others) -> Array:
+  """x, varying over the mesh axes of `jax.shard_map` that `others` vary over; its cotangent is then summed over them.
+
+  What the first carry of a loop must do, and what a derivative by hand is given: a cotangent has the type of its argument.
+  """
+  axes = lambda y: jax.typeof(y).manual_axis_type.varying
+  missing = frozenset().union(*map(axes, jax.tree.leaves(others))) - axes(x)
+  return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -338,7 +341,7 @@ def gate_pullback(
   if g.ndim == 1:
     pairs, total = pairs.sum(-1, keepdims=True), total.sum()
   later, earlier = np.triu(np.ones((C, C), g.dtype)), np.tri(C, k=-1, dtype=g.dtype)
-  mask = alike(np.concatenate([later, earlier], axis=1), pairs)
+  mask = alike(jnp.asarray(np.concatenate([later, earlier], axis=1)), pairs)
   dg = jnp.matmul(mask, pairs.reshape(2 * C, -1), precision=lax.Precision.HIGHEST)
   dg = dg.reshape(g.shape) + total
   # Behind a token that forgets all, terms of later tokens cancel to nothing, up to their rounding; a caller's d(-exp x) would

@@ -5,10 +5,9 @@ In a chunk that begins with S, with M_ij the scores of k_i and k_j below the dia
 
     Y = v - (head k) S ,   E = Y - M (beta E) = Y - G (beta Y) ,   G = (I + M Diag(beta))^-1 M ,   W = beta E
 
-W are the values that the tokens really write: what follows is the additive family's. Its cotangent dW gives
-dX = dW - G^T (beta dW), of W where it stands in the equation of E too, hence dv = beta dX and dbeta = dX . E.
-
-and o = scale ((head q) S + P W), S' = total S + (tail k)^T W, with P the scores of q and k.
+W are the values that the tokens really write, and what follows is the additive family's: with P the scores of q and k,
+o = scale ((head q) S + P W) and S' = total S + (tail k)^T W. The cotangent dW gives dX = dW - G^T (beta dW), of W where it
+stands in the equation of E too, hence dv = beta dX and dbeta = dX . E.
 
 Forward are two launches: `solve` makes G and P of every chunk, all at once; `attend` goes through the chunks, one program for
 each tile of columns of a state, makes the outputs, and keeps the state that each begins with where there will be a backward

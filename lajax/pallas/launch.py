@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu_triton
 from jaxtyping import Array
 
+from lajax._numerics import alike
+
 DEPRECATION = "The Pallas Triton backend is deprecated"  # said at each lowering for a GPU from JAX 0.11 on
 warnings.filterwarnings("ignore", message=DEPRECATION)
 
@@ -95,7 +97,7 @@ def differentiable(forward: Callable, backward: Callable, alone: Callable | None
     return primal(static, *arrays)[0]
 
   f.defvjp(_once(forward), _once(backward))
-  return f
+  return lambda static, *arrays: f(static, *jax.tree.map(lambda x: alike(x, arrays), arrays))
 
 
 def _once(f: Callable) -> Callable:

@@ -2,7 +2,7 @@
 
 Time is cut into N chunks of C tokens, K and V into NK and NV tiles of so many columns (`k_tile`, `v_tile`); n counts
 chunks, i tiles of K, j tiles of V. What goes from chunk to chunk goes through P segments of time at once where batch, heads
-and columns are too few to fill a GPU; s counts segments.
+and columns are too few to fill a GPU.
 """
 
 import math

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from lajax._numerics import accumulation_dtype, product_precision
+from lajax._numerics import accumulation_dtype, alike, product_precision
 
 BLOCK = 256  # queries and keys in a block
 
@@ -210,7 +210,7 @@ def _query_blocks(form):
     )
     sums = _gates(gates, size)
     own = None if gates is None else _blocks(gates, size)
-    begin = _over_queries(start, B, size)
+    begin = jax.tree.map(lambda x: alike(x, q, kv), _over_queries(start, B, size))
 
     def one(block):
       q, where, n, upto, between, x = block
