@@ -30,9 +30,7 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("solve", False, True): Tiles(32, 16, 4, 1),
   ("solve", True, True): Tiles(32, 16, 4, 1),
   ("summaries", False, False): Tiles(64, 16, 4, 2),
-  ("summaries_wide", False, False): Tiles(128, 16, 8, 1),
   ("summaries", True, False): Tiles(64, 32, 4, 2),
-  ("summaries_wide", True, False): Tiles(64, 16, 4, 1),
   ("summaries", False, True): Tiles(32, 16, 8, 1),
   ("summaries", True, True): Tiles(32, 16, 4, 1),
   ("attend", False, False): Tiles(64, 32, 8, 2),
@@ -170,7 +168,8 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, values_end
 
 
 def _summaries(p: Plan, solved: Solved, v, beta, g, runs, edges) -> tuple[Array, Array]:
-  p = p.cut(TILES, "summaries_wide" if p.K > WIDE else "summaries")
+  """What each segment leaves of zeros, [B P HV K V], and its matrix, [B P HV K K]."""
+  p = p.cut(TILES, "summaries")
   values_end, matrix = p.V, p.NV * p.v_tile
   p = p._replace(V=matrix + p.K)
   blocks, key = specs(p, AXES["summaries"]), "dq" if p.gate == "channel" else "q"

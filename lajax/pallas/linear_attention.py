@@ -115,7 +115,8 @@ def _summaries(p: Plan, x, y, g, runs, edges, reverse: bool) -> Array:
   p = p.cut(TILES, "summaries")
   blocks = specs(p, AXES["summaries"])
   (ends,) = launch(
-    functools.partial(_summaries_kernel, p=p, reverse=reverse), (x, y, g, runs, edges), name="linear_summaries_back" if reverse else "linear_summaries",
+    functools.partial(_summaries_kernel, p=p, reverse=reverse), (x, y, g, runs, edges),
+    name="linear_summaries_back" if reverse else "linear_summaries",
     programs=places(p, AXES["summaries"])[1], warps=p.warps, stages=p.stages,
     in_specs=[blocks[name] for name in ("q", "v", p.gate, "runs", "edges")], out_specs=[blocks["segment"]],
     out_shapes=[jax.ShapeDtypeStruct((p.B, p.P, p.HV, p.K, p.V), f32)],
@@ -192,11 +193,10 @@ def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool
     y = take(y_ref.at[at, :], both(tokens, values))
     head, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.tail_per_head)
 
-    def load(ref, part, decay=None):
-      x, keys = take(ref.at[at, part[0]], both(tokens, part[1])), part[1]
-      if decay is None or p.gate != "channel":
-        return x
-      return x * decay(take(g_ref.at[at, part[0]], both(tokens, keys)).astype(f32))
+    def load(ref, part, decay):
+      columns, mask = part[0], both(tokens, part[1])
+      x = take(ref.at[at, columns], mask)
+      return x * decay(take(g_ref.at[at, columns], mask).astype(f32)) if p.gate == "channel" else x
 
     read = read_state(product, [load(reader_ref, part, by_reader) for part in parts], S)
     read = tiles.to_end(runs, tail * read) if reverse else tiles.from_start(runs, p.scale * head * read)
