@@ -395,6 +395,10 @@ def quick() -> dict[str, Any]:
   return {name: value for name, value in options.items() if known(name)}
 
 
+def quick_jit(f: Callable) -> Callable:
+  return jax.jit(f, compiler_options=quick())
+
+
 @functools.cache
 def compiled(case: Case, impl: str, options: tuple[tuple[str, Any], ...] = (), optimize: bool = False) -> Callable:
   """jit of (arrays, segment_ids, cotangents) -> ((o, state), gradients): every comparison runs under jit."""

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import pathlib
 
 import hypothesis
 import pytest
@@ -64,6 +65,26 @@ def x64():
   """float64 for one test."""
   with jax.enable_x64(True):
     yield
+
+
+TOGETHER = {  # files that share compiled functions: one process runs them, as it does the tests of any one file
+  **dict.fromkeys(("test_forms", "test_laws", "test_traps", "test_properties", "test_oracle"), "forms"),
+  **dict.fromkeys(("test_pallas", "test_pallas_delta", "test_pallas_dplr"), "kernels"),
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+  if config.getoption("dist") != "loadfile":
+    return None
+  from xdist.scheduler import LoadFileScheduling
+
+  class LoadFilesTogether(LoadFileScheduling):
+    def _split_scope(self, nodeid):
+      file = super()._split_scope(nodeid)
+      return TOGETHER.get(pathlib.PurePath(file).stem, file)
+
+  return LoadFilesTogether(config, log)
 
 
 def pytest_collection_modifyitems(items):

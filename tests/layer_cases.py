@@ -15,8 +15,6 @@ import lajax.layers as L
 
 D, B, T = 16, 4, 70
 
-QUICK = cases.quick()  # compiler options: the laws are about what is computed, not how fast
-
 
 class Case(NamedTuple):
   """A layer of width D with its options; `plain` for one row a class, which the tests that compile much run in the fast set."""
@@ -138,7 +136,7 @@ class Compiled:
       state, y = jax.lax.scan(step, state, jnp.moveaxis(x, 1, 0))
       return jnp.moveaxis(y, 0, 1), state
 
-    jit = functools.partial(jax.jit, compiler_options=QUICK)
+    jit = cases.quick_jit  # the laws are about what is computed, not how fast
     self._call, self._with_gradients, self._decode = jit(call), jit(with_gradients), jit(decode)
 
   def __call__(self, x, state):

@@ -25,7 +25,7 @@ def gradients(f: Callable, arrays, segment_ids, cts):
 
 @functools.cache
 def compiled(case: Case) -> Callable:
-  return jax.jit(functools.partial(gradients, kernels(case)), compiler_options=cases.quick())
+  return cases.quick_jit(functools.partial(gradients, kernels(case)))
 
 
 def rounded(case: Case, arrays, dtype: str):
@@ -74,7 +74,7 @@ def change_by_vmap_and_checkpoint(case_id: str, shape: Shape) -> float:
   whole = compiled(case)(given, ids, cts)
   part = lambda x: x.reshape(2, -1, *x.shape[1:])
   again = jax.vmap(functools.partial(gradients, jax.checkpoint(kernels(case))))
-  got = jax.jit(again, compiler_options=cases.quick())(*jax.tree.map(part, (given, ids, cts)))
+  got = cases.quick_jit(again)(*jax.tree.map(part, (given, ids, cts)))
   pairs = zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True)
   return max(cases.relative_rms(x.reshape(want.shape), want) for x, want in pairs)
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BUDGET, relative_rms
+from cases import BUDGET, quick_jit, relative_rms
 from flax import nnx
-from layer_cases import QUICK, Case, D, abstract, values
+from layer_cases import Case, D, abstract, values
 
 import lajax
 import lajax.layers as L
@@ -71,7 +71,7 @@ def compiled(f, kind: str, packed: bool):
     o, pull = jax.vjp(lambda q, k, v: f(kind, q, k, v, ids if packed else None), q, k, v)
     return o, pull(do)
 
-  return jax.jit(run, compiler_options=QUICK)
+  return quick_jit(run)
 
 
 KINDS = pytest.mark.parametrize("kind", ["softmax", "scaling", "normalized"])
@@ -88,7 +88,7 @@ def test_op_is_its_quadratic_form(kind, packed):
     o, pull = jax.vjp(lambda q, k, v: quadratic(kind, q, k, v, runs), q, k, v)
     return o, pull(do)
 
-  want_o, want_d = jax.jit(want, compiler_options=QUICK)(q, k, v, do)
+  want_o, want_d = quick_jit(want)(q, k, v, do)
   if packed:  # what stands in padding is nobody's business
     hole = (IDS < 0)[..., None, None]
     q, k, v = (np.where(hole, np.nan, x) for x in (q, k, v))
@@ -190,7 +190,7 @@ def layer(name):
     y, pull = jax.vjp(lambda params, x: nnx.merge(graph, params)(x, segment_ids=ids), params, x)
     return y, *pull(dy)
 
-  return values(params), jax.jit(call, compiler_options=QUICK)
+  return values(params), quick_jit(call)
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BUDGET, relative_rms
+from cases import BUDGET, quick_jit, relative_rms
 from flax import nnx
-from layer_cases import QUICK, Case, D, abstract, values
+from layer_cases import Case, D, abstract, values
 
 import lajax.layers as L
 from lajax.layers.features import dpfp, favor_features, orthogonal_projection, squares
@@ -23,12 +23,9 @@ def drawn(kind, *sizes, **options):
   return graph, values(params)
 
 
-quick = functools.partial(jax.jit, compiler_options=QUICK)
-
-
 def called(graph, params, x, state=None, segment_ids=None):
   call = lambda params, x, state, ids: nnx.merge(graph, params)(x, state, segment_ids=ids)
-  return quick(call)(params, x, state, segment_ids)
+  return quick_jit(call)(params, x, state, segment_ids)
 
 
 # --- Performer -------------------------------------------------------------------------------------------------------
@@ -39,7 +36,7 @@ def test_favor_features_estimate_the_softmax_kernel_without_bias():
   K, M, draws = 8, 16, 20_000
   q, k = 0.5 * np.random.default_rng(0).normal(size=(2, 6, K)).astype(np.float32)
 
-  @quick
+  @quick_jit
   def estimates(keys):
     phi = lambda x, projections: jnp.exp(jax.vmap(lambda w: favor_features(x, w))(projections))
     estimate = lambda projections: (phi(q, projections) * phi(k, projections)).sum(-1)
@@ -56,7 +53,7 @@ def test_favor_features_estimate_the_softmax_kernel_without_bias():
 
 @pytest.mark.parametrize(("K", "M"), [(8, 20), (5, 3)])
 def test_directions_are_orthogonal_in_blocks_and_as_long_as_gaussian_vectors(K, M):
-  draws = quick(jax.vmap(lambda key: orthogonal_projection(key, K, M)))
+  draws = quick_jit(jax.vmap(lambda key: orthogonal_projection(key, K, M)))
   many = np.asarray(draws(jax.random.split(jax.random.key(1), 4000)), np.float64)
   w = many[0]
   assert w.shape == (K, M)
@@ -76,7 +73,7 @@ def test_performer_redraws_and_keeps_its_directions_out_of_the_parameters():
   assert {path[0] for path in nnx.to_flat_state(params).paths} == {"in_proj", "out_proj"}
   assert list(nnx.to_flat_state(rest).paths) == [("projection",)]
 
-  @quick
+  @quick_jit
   def draws(key):
     layer = make()
     found = [layer.projection[...]]
@@ -157,7 +154,7 @@ def test_forget_gate_is_exact_at_both_ends():
   """Against float64: gates next to 1 keep their distance from it, and the gradient of a gate that forgets all is finite."""
   f = np.array([-200.0, -70, -30, -1, 0, 1e-3, 5, 20, 90], np.float32)
 
-  @quick
+  @quick_jit
   def gates_and_slopes(f, bound):
     slope = jax.vmap(jax.grad(lambda f: forget_gate(f, bound)[0]))
     return *forget_gate(f, bound), slope(f), jax.grad(lambda bound: forget_gate(jnp.float32(2), bound)[0])(bound)
@@ -195,7 +192,7 @@ def test_learned_lower_bounds(kind):
         x = x + layer(x)[0]
       return x
 
-  @quick
+  @quick_jit
   def gradient(x):
     model = Model()
     fixed = [make(lower_bound=bound) for bound in (0.0, 1 / 3, 2 / 3)]
@@ -260,7 +257,7 @@ def test_dpfp_multiplies_neighbours_of_the_rectified_halves():
   want = [r[i] * r[i - 1] for i in range(6)]
   np.testing.assert_array_equal(dpfp(x)[0], want)
   np.testing.assert_array_equal(dpfp(x, nu=2)[0, 6:], [r[i] * r[i - 2] for i in range(6)])
-  y, state = quick(lambda x: L.LinearAttention(8, 2, 4, feature_map="dpfp", rngs=nnx.Rngs(0))(x))(jnp.ones((1, 3, 8)))
+  y, state = quick_jit(lambda x: L.LinearAttention(8, 2, 4, feature_map="dpfp", rngs=nnx.Rngs(0))(x))(jnp.ones((1, 3, 8)))
   assert y.shape == (1, 3, 8)
   assert state.memory[0].shape == (1, 2, 8, 4)
 
@@ -269,7 +266,7 @@ def test_performer_with_one_token_gives_its_value():
   """Whatever q and k are: also where their features are large in other places, and z . phi(q) is small."""
   rng = np.random.default_rng(0)
 
-  @quick
+  @quick_jit
   def mixed(q, v):
     layer = L.Performer(16, 1, 16, num_features=64, impl="recurrent", rngs=nnx.Rngs(0))
     return layer.mix({"q": q, "k": -q, "v": v}, None, follow(None, (8, 1), None))[0]

@@ -31,7 +31,7 @@ def base_reference(case_id: str, values: str, packed: bool, first: int = 0) -> c
 # --- every impl, gate, dtype and kind of values ----------------------------------------------------------------------
 
 
-OTHERS = ("dplr-channel", "mlstm-head", "gated_oja-channel", "linear_attention-bonus")  # beside the core
+OTHERS = ("dplr-channel", "mlstm-head")  # beside the core
 
 
 def _forms():
@@ -168,7 +168,7 @@ def test_a_thousand_tokens(case_id):
 MATRIX = ["linear_attention-head", "linear_attention-channel", "delta_rule-head", "delta_rule-channel"]
 
 
-WIDTHS = ((12, 48), (60, 100), (96, 12), (128, 192), (256, 320))
+WIDTHS = ((60, 100), (96, 12), (256, 320))
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ WIDTHS = ((12, 48), (60, 100), (96, 12), (128, 192), (256, 320))
   + [
     (id, widths)
     for id in ("linear_attention-head", "delta_rule-channel", "dplr-channel", "gated_oja-channel")
-    for widths in WIDTHS[1:3]
+    for widths in WIDTHS[:2]
   ],
 )
 def test_any_width(case_id, widths):
@@ -242,7 +242,7 @@ def test_scale_and_no_initial_state(impl):
   arrays = {name: x[:1].astype(np.float32) for name, x in cases.inputs(case.id, Shape(T=20), ("plain",)).items()}
   none = {name: x for name, x in arrays.items() if name != "initial_state"}
 
-  @functools.partial(jax.jit, compiler_options=cases.quick())
+  @cases.quick_jit
   def run(none):
     zeros = none | {"initial_state": np.zeros_like(arrays["initial_state"])}
     op = functools.partial(lajax.linear_attention, impl=impl)

@@ -47,9 +47,8 @@ def check(rows):
 @pytest.mark.parametrize(
   ("architecture", "dtype", "family", "gate"),
   [
-    ("sm_80", "float32", "linear_attention", "head"),
-    ("sm_90a", "bfloat16", "linear_attention", "channel"),
-    ("sm_86", "bfloat16", "delta_rule", "head"),
+    ("sm_86", "float32", "linear_attention", "head"),
+    ("sm_90a", "bfloat16", "delta_rule", "head"),
     ("sm_80", "bfloat16", "dplr", "channel"),
     ("sm_80", "bfloat16", "attention", "none"),
     ("sm_90a", "float32", "linear_recurrence", "none"),

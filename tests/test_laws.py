@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BATCH, CASES, Shape
+from cases import BATCH, CASES, Shape, quick_jit
 
 import lajax
 
@@ -29,10 +29,6 @@ def numbers(case_id: str, shape: Shape = BASE, rows=None, dtype: str = "float32"
 def assert_same_bits(a, b):
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_array_equal(x, y)
-
-
-def quick_jit(f):
-  return jax.jit(f, compiler_options=cases.quick())
 
 
 def op(case, impl: str, **options):

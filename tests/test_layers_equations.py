@@ -2,13 +2,12 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BUDGET, relative_rms
+from cases import BUDGET, quick_jit, relative_rms
 from flax import nnx
-from layer_cases import CASES, QUICK, Case, D, abstract, values
+from layer_cases import CASES, Case, D, abstract, values
 
 import lajax.layers as L
 
@@ -465,7 +464,7 @@ def test_equation(name):
   x = np.random.default_rng(1).normal(size=(T, D))
   layer = nnx.merge(graph, params)
   want = EQUATIONS[name](layer, x).reshape(T, -1) @ np.asarray(layer.out_proj.kernel)
-  got, _ = jax.jit(lambda params, x: nnx.merge(graph, params)(x[None]), compiler_options=QUICK)(params, x)
+  got, _ = quick_jit(lambda params, x: nnx.merge(graph, params)(x[None]))(params, x)
   assert relative_rms(got[0], want) <= 1e2 * BUDGET["float64"]["value"]  # NumPy's sums are in another order
   assert set(EQUATIONS) <= set(ROWS)
 
@@ -487,5 +486,5 @@ def test_exp_features_do_not_overflow():
     scores = (q[t] + k[: t + 1]) / 2
     e = np.exp(scores - scores.max()).sum(axis=1)
     want[t] = e @ v[: t + 1] / e.sum()
-  got, _ = jax.jit(lambda params, x: nnx.merge(graph, params)(x), compiler_options=QUICK)(params, x)
+  got, _ = quick_jit(lambda params, x: nnx.merge(graph, params)(x))(params, x)
   assert relative_rms(got[0], want @ w_out) < 1e-8  # the eps of the denominator is 1e-10

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BUDGET, relative_rms
+from cases import BUDGET, quick_jit, relative_rms
 from flax import nnx
-from layer_cases import CASES, EACH, QUICK, B, Case, D, abstract, values
+from layer_cases import CASES, EACH, B, Case, D, abstract, values
 
 import lajax.layers as L
 from lajax._numerics import l2_normalize
@@ -42,7 +42,7 @@ def agrees_with_oracle(name: str, f):
     out, pull = jax.vjp(f, inputs)
     return out, *pull(cotangents)
 
-  out, grads = jax.jit(with_gradients, compiler_options=QUICK)(inputs, cotangents)
+  out, grads = quick_jit(with_gradients)(inputs, cotangents)
   for key, value in out.items():
     assert relative_rms(value, data[f"out_{key}"]) <= BUDGET["float64"]["value"], key
   for key, value in grads.items():
@@ -123,7 +123,7 @@ def test_rotation_depends_on_distance():
 
 
 def test_initial_values():
-  @functools.partial(jax.jit, compiler_options=QUICK)
+  @quick_jit
   def drawn(key):
     A_log = parameters.log_uniform_rate(key, (4000,), 0.0, 16.0, jnp.float32)
     return jax.nn.softplus(parameters.step_bias(key, (4000,), jnp.float32)), A_log
@@ -142,7 +142,7 @@ def test_initial_values():
 def test_documents_follow_the_state():
   state = LayerState(None, None, jnp.array([-1, 5, 5, 5]), jnp.array([3, 3, 3, 3]))
   ids = jnp.array([[5, 5, -1, 5, 7], [-1, 5, 7, 7, 5], [7, -1, -1, 7, 5], [-1, -1, -1, -1, -1]])
-  d = jax.jit(lambda state, ids: follow(state, ids.shape, ids), compiler_options=QUICK)(state, ids)
+  d = quick_jit(lambda state, ids: follow(state, ids.shape, ids))(state, ids)
   np.testing.assert_array_equal(d.ids, [[0, 0, -1, 0, 1], [-1, 0, 1, 1, 2], [1, -1, -1, 1, 2], [-1] * 5])
   np.testing.assert_array_equal(
     np.where(ids < 0, 0, d.position), [[3, 4, 0, 5, 0], [0, 3, 0, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
@@ -182,7 +182,7 @@ def results(case, dtype, transform=same):
     y, memory = call(params, x)
     return (y.astype(jnp.float32) ** 2).sum(), (y, memory)
 
-  run = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
+  run = quick_jit(jax.grad(loss, has_aux=True))
   gradients, (y, memory) = run(params, tokens(70 if case.plain else 9, dtype))
   return y, memory, gradients
 
@@ -195,7 +195,7 @@ def test_bfloat16(case):
 
   def forward(dtype):
     call, params = drawn(case.in_form("recurrent"), dtype)
-    y, state = jax.jit(call, compiler_options=QUICK)(params, tokens(9, dtype))
+    y, state = quick_jit(call)(params, tokens(9, dtype))
     return y, state.memory
 
   run = forward if case.plain else lambda dtype: results(case, dtype)[:2]
@@ -227,7 +227,7 @@ def test_to_linen(case):
   x = jnp.ones((1, 2, D))
   variables = jax.eval_shape(module.init, jax.random.key(0), x)
   variables = jax.tree.map(lambda p: 0.1 * np.ones(p.shape, p.dtype), variables)
-  y, state = jax.jit(module.apply, compiler_options=QUICK)(variables, x)
+  y, state = quick_jit(module.apply)(variables, x)
   again, _ = jax.eval_shape(module.apply, variables, x, state)
   assert isinstance(module, flax.linen.Module)
   assert y.shape == again.shape == x.shape
@@ -332,7 +332,7 @@ def test_state_of_another_layer():
 def test_full_cache():
   graph, params = abstract(Case("", functools.partial(L.SoftmaxAttention, D, 2, 8, max_length=4)))
   layer, x = nnx.merge(graph, values(params)), jnp.ones((2, 3, D))
-  call = jax.jit(lambda x, s: layer(x, s), compiler_options=QUICK)
+  call = quick_jit(lambda x, s: layer(x, s))
   _, state = call(x, layer.init_state(2))
   with pytest.raises(
     ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"

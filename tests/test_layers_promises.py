@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BUDGET, relative_rms
+from cases import BUDGET, quick_jit, relative_rms
 from flax import nnx
-from layer_cases import QUICK, Case, D, abstract, values
+from layer_cases import Case, D, abstract, values
 from test_layers_pieces import agrees_with_oracle
 
 import lajax.layers as L
@@ -16,14 +16,12 @@ from lajax._operations import programs_inside
 from lajax.layers import rglru
 from lajax.layers.state import follow
 
-quick = functools.partial(jax.jit, compiler_options=QUICK)
-
 
 def made(layer, *sizes, **options):
   """A layer of width D in float64, or another dtype, with values for its parameters, and its jitted call."""
   options = {"param_dtype": jnp.float64} | options
   graph, params = abstract(Case("", functools.partial(layer, D, *sizes, **options)))
-  return nnx.merge(graph, params), values(params), quick(lambda p, x, state=None: nnx.merge(graph, p)(x, state))
+  return nnx.merge(graph, params), values(params), quick_jit(lambda p, x, state=None: nnx.merge(graph, p)(x, state))
 
 
 def inputs(*shape):
@@ -50,7 +48,7 @@ def test_mamba_defaults():
   layer = nnx.eval_shape(lambda: L.Mamba(40, rngs=nnx.Rngs(0)))
   assert layer.init_state(2).memory.shape == (2, 80, 16)
   assert layer.dt_rank == 3
-  A_log = quick(lambda: L.Mamba(40, rngs=nnx.Rngs(0)).A_log[...])()
+  A_log = quick_jit(lambda: L.Mamba(40, rngs=nnx.Rngs(0)).A_log[...])()
   np.testing.assert_allclose(np.exp(A_log), np.tile(np.arange(1, 17), (80, 1)), rtol=1e-5)
 
 
@@ -73,7 +71,7 @@ def test_rglru_gradients_are_finite_where_nothing_decays():
   params["gates_bias"] = params["gates_bias"].replace(jnp.full_like(params["gates_bias"][...], -1e4))
   graph, _ = abstract(Case("", functools.partial(L.RGLRU, D, 2)))
   loss = lambda params, x: (nnx.merge(graph, params)(x)[0] ** 2).sum()
-  gradients = quick(jax.grad(loss, argnums=(0, 1)))(params, inputs(1, 5, D).astype(np.float32))
+  gradients = quick_jit(jax.grad(loss, argnums=(0, 1)))(params, inputs(1, 5, D).astype(np.float32))
   assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
 
 
@@ -114,7 +112,7 @@ def test_griffin_with_biases_is_one_of_a_wider_input():
   state["in_proj"]["kernel"] = state["in_proj"]["kernel"].replace(kernel)
   out = np.pad(params["out_proj"]["kernel"][...], ((0, 0), (0, 1)))
   state["out_proj"]["kernel"] = state["out_proj"]["kernel"].replace(out)
-  want, _ = quick(lambda p, x: nnx.merge(graph, p)(x))(state, np.concatenate([x, np.ones((1, 6, 1))], axis=-1))
+  want, _ = quick_jit(lambda p, x: nnx.merge(graph, p)(x))(state, np.concatenate([x, np.ones((1, 6, 1))], axis=-1))
   assert relative_rms(y, want[..., :D] + np.asarray(params["out_proj"]["bias"])) < 1e-12
 
 
@@ -162,7 +160,7 @@ def test_mla_absorbed_equals_expanded(rope_theta):
   state = layer.init_state(2)
   call = call.__wrapped__
 
-  @quick
+  @quick_jit
   def run(params, x, state):
     y, pull = jax.vjp(lambda p, x: call(p, x, state)[0], params, x)
     return y, pull(dy)
@@ -204,7 +202,7 @@ def test_mla_defaults():
 def test_full_cache(layer):
   graph, params = abstract(Case("", functools.partial(layer, D, 2, 8, max_length=4)))
   layer, x = nnx.merge(graph, values(params)), jnp.ones((2, 3, D))
-  call = quick(lambda x, s: layer(x, s))
+  call = quick_jit(lambda x, s: layer(x, s))
   _, state = call(x, layer.init_state(2))
   with pytest.raises(
     ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"

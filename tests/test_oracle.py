@@ -212,7 +212,7 @@ class AsStored:
 @functools.cache
 def jitted(f: Callable) -> tuple[Callable, Callable]:
   """f of (x, fixed), and its vjp with respect to x alone, of (x, fixed, ct): shared by all files of a method."""
-  jit = functools.partial(jax.jit, compiler_options=cases.quick())
+  jit = cases.quick_jit
   call = lambda x, fixed: f(*x, *fixed)
   return jit(call), jit(lambda x, fixed, ct: jax.vjp(lambda x: call(x, fixed), x)[1](ct)[0])
 

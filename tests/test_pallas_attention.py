@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, Shape
+from cases import CASES, Shape, quick_jit
 
 import lajax
 from lajax import pallas
@@ -60,11 +60,10 @@ def test_sizes(shape, causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [1, 32, 33])
-def test_windows(window):
-  shape = Shape(T=170)
-  assert not misses(PLAIN, shape, "float32", False, window=window, causal=False)
-  assert not misses(PLAIN, shape, "float32", True, window=window)
+@pytest.mark.parametrize(("window", "packed"), [(1, True), (32, False), (33, False), (33, True)])
+def test_windows(window, packed):
+  """Causal in packed documents, and not causal without them."""
+  assert not misses(PLAIN, Shape(T=170), "float32", packed, window=window, causal=packed)
 
 
 @pytest.mark.slow
@@ -81,11 +80,11 @@ def test_large_scores_and_a_sink_of_any_size(dtype):
     return out, pull(ct.astype(out.dtype))[0]
 
   ct = cases.rounded("x", rng.standard_normal((2, 70, 4, 24)), dtype)
-  o, got = jax.jit(functools.partial(run, "pallas"))(arrays, ct)
+  o, got = quick_jit(functools.partial(run, "pallas"))(arrays, ct)
   with jax.enable_x64(True):
     finite = arrays | {"sink": np.maximum(arrays["sink"], -1e5)}
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (finite, ct))
-    want_o, want = jax.device_get(jax.jit(functools.partial(run, "recurrent"))(*wide))
+    want_o, want = jax.device_get(quick_jit(functools.partial(run, "recurrent"))(*wide))
   assert cases.relative_rms(o, want_o) < cases.BUDGET[dtype]["value"]
   for name in ("q", "k", "v"):
     assert cases.relative_rms(got[name], want[name], cases.CANCELLATION) < cases.BUDGET[dtype]["gradient"], name
@@ -104,9 +103,9 @@ def test_vmap_and_checkpoint():
     out, pull = jax.vjp(lambda arrays: f(**arrays, segment_ids=ids), arrays)
     return out, pull(ct)[0]
 
-  whole = jax.jit(functools.partial(gradients, op))(arrays, ids, ct)
+  whole = quick_jit(functools.partial(gradients, op))(arrays, ids, ct)
   part = lambda x: x.reshape(2, -1, *x.shape[1:])
-  mapped = jax.jit(jax.vmap(functools.partial(gradients, jax.checkpoint(op))))
+  mapped = quick_jit(jax.vmap(functools.partial(gradients, jax.checkpoint(op))))
   got = mapped(*jax.tree.map(part, (arrays, ids, ct)))
   for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
     assert cases.relative_rms(x.reshape(want.shape), want) < 1e-6

@@ -32,7 +32,7 @@ def run(graph, ids, arrays, cts):
 
 @functools.cache
 def compiled(graph):
-  return jax.jit(functools.partial(run, graph), compiler_options=cases.quick())
+  return cases.quick_jit(functools.partial(run, graph))
 
 
 def misses(make, arrays, cts, ids=None, dtype="float32"):
@@ -111,15 +111,11 @@ def test_short_conv_in_bfloat16(documents):
 
 @pytest.mark.slow
 def test_short_conv_in_many_tiles(monkeypatch):
-  """Programs of several tiles of rows."""
+  """Programs of several tiles of rows: at a length that no other test has, so nothing compiled is taken for it."""
   from lajax.pallas import short_conv
 
   monkeypatch.setattr(short_conv, "PROGRAMS", 1)
-  jax.clear_caches()
-  compiled.cache_clear()
   assert not misses(conv(4), *conv_arrays(171, 4), ids_of(171))
-  jax.clear_caches()
-  compiled.cache_clear()
 
 
 def test_short_conv_supports():
@@ -166,14 +162,11 @@ def test_norm_sizes(shape):
 
 @pytest.mark.slow
 def test_norm_in_many_tiles(monkeypatch):
+  """The same of the norm."""
   from lajax.pallas import norm
 
   monkeypatch.setattr(norm, "PROGRAMS", 2)
-  jax.clear_caches()
-  compiled.cache_clear()
   assert not misses(functools.partial(L.GatedRMSNorm, 48), *norm_arrays(600, 48))
-  jax.clear_caches()
-  compiled.cache_clear()
 
 
 def test_norm_supports():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, Shape
+from cases import CASES, Shape, quick_jit
 
 import lajax
 from lajax import pallas
@@ -78,9 +78,9 @@ def test_vmap_and_checkpoint():
 
   arrays = jax.tree.map(np.float32, cases.inputs(VECTOR.id, BASE))
   cts = jax.tree.map(np.float32, cases.cotangents(VECTOR, arrays))
-  whole = jax.jit(functools.partial(gradients, op))(arrays, cts)
+  whole = quick_jit(functools.partial(gradients, op))(arrays, cts)
   part = lambda x: x.reshape(2, -1, *x.shape[1:])
-  mapped = jax.jit(jax.vmap(functools.partial(gradients, jax.checkpoint(op))))
+  mapped = quick_jit(jax.vmap(functools.partial(gradients, jax.checkpoint(op))))
   got = mapped(*jax.tree.map(part, (arrays, cts)))
   for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
     assert cases.relative_rms(x.reshape(want.shape), want) < 1e-6

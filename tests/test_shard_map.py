@@ -51,7 +51,7 @@ def arrays():
 @pytest.mark.parametrize("name", OPS)
 def test_gradients_are_those_without_a_mesh(name, impl):
   f = lambda *args: OPS[name](*args, impl)
-  got, want = (jax.jit(gradients(f, sharded), compiler_options=cases.quick())(*arrays()) for sharded in (True, False))
+  got, want = (cases.quick_jit(gradients(f, sharded))(*arrays()) for sharded in (True, False))
   assert min(float(abs(x).max()) for x in want[::2]) > 1e-3
   for x, y in zip(got, want, strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)

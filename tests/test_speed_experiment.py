@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from cases import quick
+from cases import quick_jit
 from rich.console import Console
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def test_baselines_agree_with_lajax(op):
   form = functools.partial(OPS[op].call, impl="recurrent")
   calls = {"recurrent": form} | {name: baseline.call for name, baseline in PLAIN[op].items()}
   together = lambda inputs: {name: call(**inputs) for name, call in calls.items()}
-  results = jax.jit(together, compiler_options=quick())(inputs)
+  results = quick_jit(together)(inputs)
   want = results.pop("recurrent")
   for name, got in results.items():
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import quick
+from cases import quick_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def oracle_rows(path: pathlib.Path):
 @functools.cache
 def our_rows(batch: int = 4096, seeds: int = 1, first: int = 0, **sizes):
   """Rows of several keys after one another: one compilation for a shape, however many rows."""
-  rows = jax.jit(functools.partial(mqar, batch=batch, **sizes), compiler_options=quick())
+  rows = quick_jit(functools.partial(mqar, batch=batch, **sizes))
   parts = [rows(jax.random.key(first + seed)) for seed in range(seeds)]
   return tuple(np.concatenate(x) for x in zip(*parts, strict=True))
 

@@ -111,13 +111,9 @@ def test_suffix_sums_of_1e8(case_id, impl):
 
 
 @pytest.mark.parametrize("case_id", [id for id, case in CASES.items() if "positive" in case.rows])
-def test_positive_decay_is_finite_and_documented(case_id):
-  """A caller's error stays finite; that it equals `recurrent` is a row of every table in test_forms.py."""
-  case = CASES[case_id]
-  got = cases.evaluate(case, "chunked", "float32", cases.inputs(case_id))
-  row = cases.batch(case).index("positive")
-  assert all(np.isfinite(x[... if name[1:] in case.shared else row]).all() for name, x in got.named().items())
-  assert re.search(r"<= 0|≤ 0|positive", getattr(lajax, case.op).__doc__)
+def test_positive_decay_is_documented(case_id):
+  """That a caller's error stays finite, and equal to `recurrent`, is a row of every table in test_forms.py."""
+  assert re.search(r"<= 0|≤ 0|positive", getattr(lajax, CASES[case_id].op).__doc__)
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -160,7 +156,7 @@ def test_one_compilation_per_shape():
   """The same shapes compile once, whatever the values, the documents or the order of calls."""
   case, traced = CASES["delta_rule-head"], []
 
-  @functools.partial(jax.jit, compiler_options=cases.quick())
+  @cases.quick_jit
   def run(arrays, ids):
     traced.append(1)
     return lajax.delta_rule(**arrays, segment_ids=ids, impl="chunked")
@@ -182,7 +178,7 @@ def test_online_softmax_example(impl):
   q = jnp.ones((1, 4, 1, 1))
   k, v = (jnp.array(x).reshape(1, 4, 1, 1) for x in (SCORES, VALUES))
   attention = functools.partial(lajax.attention, scale=1.0, impl=impl)
-  run = jax.jit(lambda *x: (attention(*x), attention(*x, causal=False)), compiler_options=cases.quick())
+  run = cases.quick_jit(lambda *x: (attention(*x), attention(*x, causal=False)))
   causal, full = run(q, k, v)
   assert float(causal[0, -1, 0, 0]) == pytest.approx(26.2089, abs=5e-5)
   np.testing.assert_allclose(full[0, :, 0, 0], 26.2089, atol=5e-5)
@@ -303,7 +299,7 @@ def test_a_gate_that_forgets_all_has_no_gradient(op):
 
   def gradient(impl):
     f = lambda x: (getattr(lajax, op)(q, k, v, g=-jnp.exp(x), impl=impl, **beta)[0] * q).sum()
-    return jax.jit(jax.grad(f), compiler_options=cases.quick())(x)
+    return cases.quick_jit(jax.grad(f))(x)
 
   assert not gradient("chunked")[0, 3::5].any()
   assert cases.relative_rms(gradient("chunked"), gradient("recurrent")) <= budget("gate")
@@ -317,7 +313,7 @@ def test_mlstm_keeps_a_weak_forget_gate_beside_large_input_gates(impl):
   q, k, v = np.abs(rng.standard_normal((3, 1, 300, 1, 4)))
   i, f = 1e4 + rng.standard_normal((1, 300, 1)), np.full((1, 300, 1), -1e-3)
   narrow = [x.astype(np.float32) for x in (q, k, v, i, f)]
-  run = lambda impl: jax.jit(functools.partial(lajax.mlstm, impl=impl), compiler_options=cases.quick())
+  run = lambda impl: cases.quick_jit(functools.partial(lajax.mlstm, impl=impl))
   o, (C, n, m) = jax.device_get(run(impl)(*narrow))
   with jax.enable_x64(True):
     want, (D, d, M) = jax.device_get(run("recurrent")(*(x.astype(np.float64) for x in narrow)))
