@@ -164,7 +164,7 @@ def test_nan_stands_behind_an_array():
 
 @pytest.mark.parametrize(("gate", "chunk"), [("head", 32), pytest.param("channel", 16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-  ("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 2, 6), ("dplr", 3, 7)]
+  ("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 2, 6), ("dplr", 2, 6)]
 )
 def test_number_of_launches(family, forward, both, gate, chunk):
   """What is kept between forward and backward is the inputs and the states at the chunks' starts."""
@@ -198,6 +198,9 @@ def test_number_of_segments():
     pytest.param("linear_attention", "channel", Shape(T=75, K=136), "float32", marks=pytest.mark.slow),
     pytest.param("delta_rule", "head", Shape(T=131), "bfloat16", marks=pytest.mark.slow),
     pytest.param("delta_rule", "channel", Shape(T=75, K=72), "float32", marks=pytest.mark.slow),
+    pytest.param("dplr", "none", Shape(T=75), "float32", marks=pytest.mark.slow),
+    pytest.param("dplr", "head", Shape(T=131), "bfloat16", marks=pytest.mark.slow),
+    pytest.param("dplr", "channel", Shape(T=75, K=72), "float32", marks=pytest.mark.slow),
   ],
 )
 def test_segments_of_time(segments, family, gate, shape, dtype):

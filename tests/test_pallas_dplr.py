@@ -99,7 +99,7 @@ def test_float16(case_id):
 
 
 def test_launches_of_the_delta_rule_by_channels():
-  assert launches(CHANNELS, BASE) == (3, 7)
+  assert launches(CHANNELS, BASE) == (2, 6)
 
 
 def test_supports():

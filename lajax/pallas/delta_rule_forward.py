@@ -15,6 +15,7 @@ from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, in_segments, over, pl
 from lajax.pallas.state_tiles import (
   decays,
   give_state,
+  identity_from,
   parts_of,
   read_state,
   take_parts,
@@ -111,16 +112,6 @@ class Solved(NamedTuple):
   k_writer: Array
 
 
-def below(square: Float[Array, "C C"]) -> Float[Array, "C C"]:
-  """G of a chunk's square."""
-  return jnp.where(iota(square.shape, 0) > iota(square.shape, 1), square, 0.0)
-
-
-def above(square: Float[Array, "C C"]) -> Float[Array, "C C"]:
-  """P^T of a chunk's square."""
-  return jnp.where(iota(square.shape, 0) > iota(square.shape, 1), 0.0, square)
-
-
 def solve(p: Plan, q, k, beta, g, runs, edges) -> Solved:
   p = p.cut(TILES, "solve")
   blocks = specs(p, AXES["solve"])
@@ -158,12 +149,11 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, values_end
     y = take(v_ref.at[at, :], both(tokens, column < values_end)).astype(f32)
     beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
     W = _written(
-      p, product, fine, reader_ref, at, tokens, runs, parts, y, beta, below(take(squares_ref.at[n], None)), S, head
+      p, product, fine, reader_ref, at, tokens, runs, parts, y, beta, tiles.below(take(squares_ref.at[n], None)), S, head
     )
     return _advanced(p, fine, writer_ref, g_ref, at, tokens, runs, parts, W, S)
 
-  rows = (i * p.k_tile + iota((p.k_tile, p.v_tile), 0) for i in range(p.NK))
-  first = [jnp.where(row == column[None, :] - matrix, 1.0, 0.0).astype(f32) for row in rows]
+  first = identity_from(p, matrix, column)
   give_state(outputs[0], lax.fori_loop(0, p.span, chunk, first), parts, p.values(place.j))
 
 
@@ -223,10 +213,10 @@ def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
       out = tiles.from_start(runs, head * read_state(product, take_parts(q_ref, at, tokens, parts), S))
     y = take(v_ref.at[at, :], both(tokens, values)).astype(f32)
     beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
-    G = below(take(squares_ref.at[n], None))
+    G = tiles.below(take(squares_ref.at[n], None))
     W = _written(p, product, fine, k_ref, at, tokens, runs, parts, y, beta, G, S, head)
     if out is not None:
-      out = p.scale * (out + fine.outer(above(take(squares_ref.at[n], None)), W))
+      out = p.scale * (out + fine.outer(tiles.above(take(squares_ref.at[n], None)), W))
     give(out_ref.at[at, :], W if out is None else out, both(tokens, values))
     return _advanced(p, fine, writer_ref, g_ref, at, tokens, runs, parts, W, S)
 
@@ -283,7 +273,7 @@ def _read_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
   (head,) = decays(p, g_ref, slice(None), tokens, tiles.head_per_head)
   out = tiles.from_start(runs, head * over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32)))
-  give(outputs[0], p.scale * (out + fine.outer(above(take(squares_ref, None)), take(written_ref, mask))), mask)
+  give(outputs[0], p.scale * (out + fine.outer(tiles.above(take(squares_ref, None)), take(written_ref, mask))), mask)
 
 
 def _read(p: Plan, solved: Solved, written, g, runs, edges, kept, like) -> Array:

@@ -10,11 +10,13 @@ cotangent dW gives dX = dW - G^T dW. That is the form of the delta rule's kernel
 -k for a, read after the decay, and beta k for b and k. Here the two differ, and nothing is divided by a decay:
 the one before a token's own is a product or a sum over its own interval.
 
-Forward are three launches: `solve` makes G and N_ak v of every chunk, all at once; `carry` goes through the chunks, one
-program for each tile of columns of a state, and keeps W and the state that each begins with; `read` makes the outputs.
+Forward are two launches: `solve` makes G and the scores of every chunk, all at once; `attend` goes through the chunks, one
+program for each tile of columns of a state, makes the outputs, and keeps the state that each begins with where there will
+be a backward pass. Where a program has no registers for outputs (`fits`), it gives W, and a third launch, `read`, makes them.
 Backward are four: `errors` makes G and the scores again, W of the kept states, and what the outputs give to dW; `carry_back`
 goes through the chunks in reverse, keeps dX and the cotangent of the state that each ends with; `scores_back` gives
-dv and the cotangents of the scores; `pairs` gives dq, da, db, dk and dg.
+dv and the cotangents of the scores; `pairs` gives dq, da, db, dk and dg. Where columns are few and time is long, `attend` and
+`carry_back` go through segments of time, as the delta rule's do, each with one launch more before it.
 
 Where b erases, what b and k write cancels: in bfloat16 too, W, v, dX and what they are multiplied with go into those
 products with 16 bits. Letters are those of `lajax.pallas.plan`.
@@ -98,37 +100,60 @@ def delta_rule_by_channel(
 
 
 def _run(static: _Static, q, k, v, a, b, g, state, runs):
-  packed = None if runs is None else documents(runs, _plan(q, v, g, True, static))
+  packed = None if runs is None else documents(runs, _forward_plan(q, v, g, True, static))
   return _advance(static, (q, k, v, a, b, g, state), packed)
 
 
 def _plan(q, v, g, documents: bool, static: _Static) -> Plan:
-  """Without segments of time.
+  """Beyond K = `WIDE` registers hold chunks of at most 32 tokens, and not what segments of time begin with."""
+  p = plan(q, v, g, documents, static.scale, static.dtype)
+  return p._replace(C=min(p.C, 32), P=1) if p.K > forward.WIDE else p
 
-  Chunks have at most 32 tokens where a program has more than `WIDE` rows of a state: registers hold no more.
+
+def _forward_plan(*args) -> Plan:
+  """Where decays do not make chunks short anyway, half of them, in which a program has registers for outputs.
+
+  States are kept for the chunks of `_plan`.
   """
-  p = plan(q, v, g, documents, static.scale, static.dtype)._replace(P=1)
-  return p._replace(C=min(p.C, 32)) if p.K > forward.WIDE else p
+  p = _plan(*args)
+  if p.gate == "channel" or p.K > forward.WIDE:
+    return p
+  return p._replace(C=p.C // 2, multiple=2, every=2 if forward.fits(p) else 1)
+
+
+def plans(q, v, g, dtype) -> tuple[Plan, Plan]:
+  """Forward and backward, without documents."""
+  static = _Static(1.0, jnp.dtype(dtype), jnp.dtype(dtype))
+  return _forward_plan(q, v, g, False, static), _plan(q, v, g, False, static)
+
+
+def _pass(static: _Static, inputs, packed, keep: bool):
+  q, k, v, a, b, g, state = inputs
+  p = _forward_plan(q, v, g, packed is not None, static)
+  runs, edges = packed or (None, None)
+  solved = forward.solve(p, q, a, b, k, g, runs, edges)
+  o, last, kept, matrices = forward.attend(p, solved, v, g, runs, edges, state, static.out, keep)
+  kept = None if kept is None else kept[:, :, :: p.multiple // p.every]
+  return (o, last), (inputs, packed, kept, matrices)
 
 
 def _forward(static: _Static, inputs, packed):
-  q, k, v, a, b, g, state = inputs
-  p = _plan(q, v, g, packed is not None, static)
-  runs, edges = packed or (None, None)
-  solved, fresh, (reader, b_writer, k_writer) = forward.solve(p, a, b, k, v, g, runs, edges)
-  kept, found, last = forward.carry(p, reader, b_writer, k_writer, v, fresh, g, runs, edges, solved, state)
-  o = forward.read(p, q, b, k, v, found, g, runs, edges, kept, static.out)
-  return (o, last), (inputs, packed, kept)
+  return _pass(static, inputs, packed, keep=True)
+
+
+def _alone(static: _Static, inputs, packed):
+  return _pass(static, inputs, packed, keep=False)
 
 
 def _backward(static: _Static, residuals, cotangents):
-  (q, k, v, a, b, g, state), packed, kept = residuals
+  (q, k, v, a, b, g, state), packed, kept, matrices = residuals
   do, dlast = cotangents
   p = _plan(q, v, g, packed is not None, static)
   runs, edges = packed or (None, None)
+  edges = None if edges is None else edges[:, :: _forward_plan(q, v, g, True, static).multiple]
   (solved, fresh, later), found, dread, decayed = backward.errors(p, q, a, b, k, v, do, g, runs, edges, kept)
   reader, b_writer, k_writer, q_reader = decayed
-  dkept, dx, dstate = backward.carry_back(p, reader, q_reader, b_writer, do, dread, g, runs, edges, solved, dlast)
+  dkept, dx, dstate = backward.carry_back(p, reader, q_reader, b_writer, do, dread, g, runs, edges, solved, dlast, matrices)
   squares, dv = backward.scores_back(p, k_writer, v, do, found, dx, g, runs, edges, fresh, later, dkept)
   dq, da, db, dk, dg = backward.pairs(p, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept)
   like = lambda x, y: None if x is None else x.astype(y.dtype)
@@ -136,7 +161,7 @@ def _backward(static: _Static, residuals, cotangents):
   return found, None
 
 
-_advance = differentiable(_forward, _backward)
+_advance = differentiable(_forward, _backward, _alone)
 
 
 def supports(q, k, v, a, b, g=None, initial_state=None, *, chunk_size: int | None = None) -> str | None:

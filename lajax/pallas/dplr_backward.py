@@ -9,10 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lajax.pallas import tiles
-from lajax.pallas.dplr_forward import WIDE, Reader, decayed_results, scores
+from lajax.pallas import segments, tiles
+from lajax.pallas.dplr_forward import WIDE, Reader, decayed_results, scores, squares_spec
 from lajax.pallas.launch import launch
-from lajax.pallas.plan import Axes, Plan, Tiles, over, places, runs_of, specs
+from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, in_segments, over, places, runs_of, specs
 from lajax.pallas.state_tiles import decays, give_state, parts_of, read_state, take_parts, take_state, total_decay
 from lajax.pallas.tiles import Products, both, give, iota, take
 
@@ -24,11 +24,15 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("errors", True, True): Tiles(32, 32, 4, 1),
   ("errors_wide", False, False): Tiles(16, 16, 8, 1),
   ("errors_wide", True, False): Tiles(16, 16, 4, 1),
+  ("summaries_back", False, False): Tiles(64, 32, 4, 2),
   ("carry_back", False, False): Tiles(64, 32, 4, 2),
   ("carry_back_wide", False, False): Tiles(128, 16, 4, 1),
+  ("summaries_back", True, False): Tiles(64, 32, 4, 2),
   ("carry_back", True, False): Tiles(64, 32, 4, 2),
   ("carry_back_wide", True, False): Tiles(128, 16, 8, 2),
+  ("summaries_back", False, True): Tiles(128, 16, 8, 1),
   ("carry_back", False, True): Tiles(128, 16, 8, 1),
+  ("summaries_back", True, True): Tiles(32, 16, 8, 1),
   ("carry_back", True, True): Tiles(32, 16, 8, 1),
   ("scores", False, False): Tiles(64, 16, 8, 2),
   ("scores", True, False): Tiles(32, 32, 4, 1),
@@ -125,25 +129,31 @@ def errors(p: Plan, q, a, b, k, v, do, g, runs, edges, kept) -> tuple[list[Array
 # --- carry_back: cotangents from chunk to chunk -----------------------------------------------------------------------
 
 
-def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """dS = total dS + scale (head q)^T do + (before a)^T dX, in reverse, keeping dX, and dS after each chunk."""
+def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: bool):
+  """dS = total dS + scale (head q)^T do + (before a)^T dX, in reverse, keeping dX, and dS after each chunk.
+
+  Or the summary of each segment of time: dS at its start where there is none at its end.
+  """
   a_ref, q_ref, b_ref, do_ref, dread_ref, g_ref, runs_ref, edges_ref, solved_ref, dlast_ref = inputs
-  kept_ref, dx_ref, dstate_ref = outputs
+  *given, dstate_ref = outputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
   parts = parts_of(p)
-  values = p.values(places(p, AXES["carry_back"])[0](pl.program_id(0)).j)
+  place = places(p, AXES["carry_back"])[0](pl.program_id(0))
+  values = p.values(place.j)
 
   def chunk(m, dS):
-    n = p.N - 1 - m
+    n = chunk_of(p, place.n, m, reverse=True)
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
     mask = both(tokens, values)
-    give_state(kept_ref, dS, parts, values, n)
+    if given:
+      give_state(given[0], dS, parts, values, n)
     runs = runs_of(p, runs_ref, edges_ref, n, at)
     head, before, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head)
     b, rounded = take_parts(b_ref, at, tokens, parts), [x.astype(p.kept) for x in dS]  # in every token alike
     dW = take(dread_ref.at[at, :], mask) + tiles.to_end(runs, tail * read_state(fine, b, rounded))
     dX = dW - fine.outer(take(solved_ref.at[n], None), dW)
-    give(dx_ref.at[at, :], dX, mask)
+    if given:
+      give(given[1].at[at, :], dX, mask)
     do = tiles.from_start(runs, p.scale * head * take(do_ref.at[at, :], mask).astype(f32))
     dX = tiles.from_start(runs, before * dX)
 
@@ -154,21 +164,35 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
     return [update(x, part) for x, part in zip(dS, parts, strict=True)]
 
-  give_state(dstate_ref, lax.fori_loop(0, p.N, chunk, take_state(dlast_ref, parts, values)), parts, values)
+  dS = [jnp.zeros((p.k_tile, p.v_tile), f32) for _ in parts] if summary else take_state(dlast_ref, parts, values)
+  give_state(dstate_ref, lax.fori_loop(0, p.span, chunk, dS), parts, values)
 
 
-def carry_back(p: Plan, a, q, b, do, dread, g, runs, edges, solved, dlast) -> Sequence[Array]:
-  p = p.cut(TILES, "carry_back_wide" if p.K > WIDE else "carry_back")
-  blocks = specs(p, AXES["carry_back"])
-  kept = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept)
-  key = "dq" if p.gate == "channel" else "q"
-  return launch(
-    functools.partial(_carry_back_kernel, p=p), (a, q, b, do, dread, g, runs, edges, solved, dlast),
-    name="dplr_cotangents", programs=places(p, AXES["carry_back"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in (key, key, key, "v", "v", p.gate, "runs", "edges", "pairs", "state")],
-    out_specs=[blocks[name] for name in ("kept", "v", "state")],
-    out_shapes=[kept, jax.ShapeDtypeStruct(do.shape, f32), jax.ShapeDtypeStruct(dlast.shape, f32)],
-  )  # fmt: skip
+def carry_back(p: Plan, a, q, b, do, dread, g, runs, edges, solved, dlast, matrices) -> Sequence[Array]:
+  """dS after each chunk, dX, and dS before the first token; `matrices` are the segments', of `attend`."""
+  along, key = AXES["carry_back"], "dq" if p.gate == "channel" else "q"
+  segment = "segment", (p.B, p.P, p.HV, p.K, p.V), f32
+  inputs = a, q, b, do, dread, g, runs, edges, solved
+
+  def go(name: str, tiling: str, states: Array | None, *results: tuple) -> Sequence[Array]:
+    cut = p.cut(TILES, tiling)
+    blocks, kinds = specs(cut, along), (key, key, key, "v", "v", p.gate, "runs", "edges", "pairs", "segment")
+    return launch(
+      functools.partial(_carry_back_kernel, p=cut, summary=states is None), [*inputs, states], name=name,
+      programs=places(cut, along)[1], warps=cut.warps, stages=cut.stages,
+      in_specs=[blocks[x] for x in kinds], out_specs=[blocks[x] for x, _, _ in results],
+      out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
+    )  # fmt: skip
+
+  states = dlast[:, None]
+  if matrices is not None:
+    (ends,) = go("dplr_summaries_back", "summaries_back", None, segment)
+    states = segments.by_matrices(matrices, ends, dlast, reverse=True)
+  results = ("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept), ("v", do.shape, f32), segment
+  dkept, dx, before = go(
+    "dplr_cotangents" + in_segments(p), "carry_back_wide" if p.K > WIDE else "carry_back", states, *results
+  )
+  return dkept, dx, before[:, 0]
 
 
 # --- scores: cotangents of pairs of tokens, and of v -----------------------------------------------------------------
@@ -227,20 +251,9 @@ def scores_back(p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkep
     functools.partial(_scores_kernel, p=p), (k, v, do, found, dx, g, runs, edges, fresh, later, dkept),
     name="dplr_scores", programs=places(p, AXES["scores"])[1], warps=p.warps, stages=p.stages,
     in_specs=[blocks[name] for name in inputs],
-    out_specs=[_squares(p, AXES["scores"]), blocks["v"]],
+    out_specs=[squares_spec(p, AXES["scores"], 4), blocks["v"]],
     out_shapes=[squares, jax.ShapeDtypeStruct(v.shape, v.dtype)],
   )  # fmt: skip
-
-
-def _squares(p: Plan, along: Axes) -> pl.BlockSpec:
-  """Of a chunk, dP_b, dP_k, dN_ab and dN_ak."""
-  place = places(p, along)[0]
-
-  def index(program):
-    at = place(program)
-    return at.b, at.h, at.n, 0, 0, 0
-
-  return pl.BlockSpec((None, None, None, 4, p.C, p.C), index)
 
 
 # --- pairs: dq, da, db, dk and dg ------------------------------------------------------------------------------------
@@ -357,7 +370,7 @@ def pairs(p: Plan, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, 
   found = launch(
     functools.partial(_pairs_kernel, p=p), (q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept),
     name="dplr_pairs", programs=places(p, AXES["pairs"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[*(blocks[name] for name in inputs), _squares(p, AXES["pairs"]), blocks["kept"], blocks["kept"]],
+    in_specs=[*(blocks[name] for name in inputs), squares_spec(p, AXES["pairs"], 4), blocks["kept"], blocks["kept"]],
     out_specs=[blocks[name] for name, _ in results], out_shapes=[shape for _, shape in results],
   )  # fmt: skip
   dq, da, db, dk, *dg = found

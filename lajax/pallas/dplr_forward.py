@@ -10,33 +10,47 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from lajax.pallas import tiles
+from lajax.pallas import segments, tiles
 from lajax.pallas.launch import launch
-from lajax.pallas.plan import Axes, Plan, Tiles, over, places, runs_of, specs
-from lajax.pallas.state_tiles import decays, give_state, parts_of, read_state, take_parts, take_state, total_decay
+from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, in_segments, over, places, runs_of, specs
+from lajax.pallas.state_tiles import (
+  decays,
+  give_state,
+  identity_from,
+  keep_state,
+  parts_of,
+  read_state,
+  take_parts,
+  take_state,
+  total_decay,
+)
 from lajax.pallas.tiles import Products, both, give, iota, take
 
 f32 = jnp.float32
 TILES = {  # without spills on every architecture that lajax.pallas.report compiles for
   ("solve", False, False): Tiles(64, 32, 8, 1),
-  ("solve", True, False): Tiles(32, 32, 4, 1),
-  ("solve", False, True): Tiles(32, 16, 4, 1),
-  ("solve", True, True): Tiles(32, 32, 8, 1),
-  ("carry", False, False): Tiles(64, 16, 4, 2),
-  ("carry_wide", False, False): Tiles(64, 16, 4, 1),
-  ("carry", True, False): Tiles(64, 32, 4, 2),
-  ("carry_wide", True, False): Tiles(64, 16, 8, 1),
-  ("carry", False, True): Tiles(128, 16, 8, 1),
-  ("carry", True, True): Tiles(32, 16, 8, 1),
-  ("read", False, False): Tiles(64, 32, 8, 1),
-  ("read", True, False): Tiles(32, 64, 8, 1),
-  ("read", False, True): Tiles(32, 64, 8, 1),
-  ("read", True, True): Tiles(32, 32, 4, 1),
+  ("solve", True, False): Tiles(16, 16, 8, 1),
+  ("solve", False, True): Tiles(32, 32, 8, 1),
+  ("solve", True, True): Tiles(32, 16, 4, 1),
+  ("summaries", False, False): Tiles(64, 32, 8, 1),
+  ("summaries", True, False): Tiles(64, 16, 4, 2),
+  ("summaries", False, True): Tiles(64, 16, 4, 2),
+  ("summaries", True, True): Tiles(64, 16, 4, 2),
+  ("attend", False, False): Tiles(64, 16, 4, 2),
+  ("attend_wide", False, False): Tiles(64, 16, 4, 2),
+  ("attend", True, False): Tiles(64, 32, 8, 1),
+  ("attend_wide", True, False): Tiles(128, 16, 8, 1),
+  ("attend", False, True): Tiles(64, 16, 4, 2),
+  ("attend", True, True): Tiles(64, 16, 4, 2),
+  ("read", False, True): Tiles(64, 32, 8, 1),
+  ("read", True, True): Tiles(64, 32, 8, 1),
 }
+NARROW = 64  # the K up to which a program has registers for outputs in float32's products
 WIDE = 128  # the K beyond which a program holds fewer columns of the state, and none holds them in float32's products
 AXES = {
   "solve": Axes(True, False, False),
-  "carry": Axes(False, False, True),
+  "summaries": Axes(False, False, True),
+  "attend": Axes(False, False, True),
   "read": Axes(True, False, True),
 }
 
@@ -103,122 +117,222 @@ def decayed_results(p: Plan, *dtypes) -> list[tuple[str, tuple[int, ...], Any]]:
 
 
 def _solve_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """G and N_ak v of a chunk, and with one decay a channel a, b and k decayed."""
-  a_ref, b_ref, k_ref, v_ref, g_ref, runs_ref, edges_ref = inputs
-  solved_ref, fresh_ref, *decayed_refs = outputs
+  """G and N_ak of a chunk, with P_b and P_k; and with one decay a channel a, b, k and q decayed."""
+  a_ref, q_ref, b_ref, k_ref, g_ref, runs_ref, edges_ref = inputs
+  squares_ref, *decayed_refs = outputs
   fine = tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["solve"])[0](pl.program_id(0))
   tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
-  below = iota((p.C, p.C), 0) > iota((p.C, p.C), 1)
-  found = scores(p, fine, tokens, [Reader(a_ref, True)], [b_ref, k_ref], g_ref, decayed_refs)
-  N_ab, N_ak = (tiles.pairs(runs, below, x) for x in found)
-  give(solved_ref, tiles.solve(-N_ab, jnp.ones(p.C, f32), fine), None)
-
-  def tile(j, nothing):
-    at, mask = pl.ds(j * p.v_tile, p.v_tile), both(tokens, p.values(j))
-    give(fresh_ref.at[:, at], fine(N_ak, take(v_ref.at[:, at], mask)), mask)
-    return nothing
-
-  over(p.NV, tile, jnp.int32(0))
+  row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
+  triangle = lambda keep, found: [tiles.pairs(runs, keep, x) for x in found]
+  keys = [b_ref, k_ref]
+  N = triangle(row > column, scores(p, fine, tokens, [Reader(a_ref, True)], keys, g_ref, decayed_refs[:3]))
+  N[0] = tiles.solve(-N[0], jnp.ones(p.C, f32), fine)
+  P = triangle(row >= column, scores(p, fine, tokens, [Reader(q_ref, False)], keys, g_ref, decayed_refs[3:]))
+  for n in range(2):
+    give(squares_ref.at[jnp.int32(n)], jnp.where(row > column, N[n], P[n].T), None)
 
 
-def solve(p: Plan, a, b, k, v, g, runs, edges) -> tuple[Array, Array, list[Array]]:
-  """G and N_ak v; and a as it reads from a state, b and k as they write to one."""
+class Solved(NamedTuple):
+  """What does not depend on a state."""
+
+  squares: Array  # of each chunk, G and N_ak below the diagonals, and the transposes of P_b and P_k on and above them
+  a_reader: Array
+  b_writer: Array
+  k_writer: Array
+  q_reader: Array
+
+
+def solve(p: Plan, q, a, b, k, g, runs, edges) -> Solved:
   p = p.cut(TILES, "solve")
-  blocks = specs(p, AXES["solve"])
-  results = [("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), ("v", v.shape, f32), *decayed_results(p, p.kept, f32, f32)]
-  solved, fresh, *decayed = launch(
-    functools.partial(_solve_kernel, p=p), (a, b, k, v, g, runs, edges), name="dplr_solve",
+  blocks = specs(p, AXES["solve"]) | {"squares": squares_spec(p, AXES["solve"], 2)}
+  results = [("squares", (p.B, p.HV, p.N, 2, p.C, p.C), f32), *decayed_results(p, p.kept, f32, f32, p.kept)]
+  squares, *decayed = launch(
+    functools.partial(_solve_kernel, p=p), (a, q, b, k, g, runs, edges), name="dplr_solve",
     programs=places(p, AXES["solve"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "q", "v", p.gate, "runs", "edges")],
+    in_specs=[blocks[name] for name in ("q", "q", "q", "q", p.gate, "runs", "edges")],
     out_specs=[blocks[name] for name, _, _ in results],
     out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
   )  # fmt: skip
-  return solved, fresh, decayed or [a, b, k]
+  return Solved(squares, *(decayed or (a, b, k, q)))
 
 
-# --- carry: states from chunk to chunk -------------------------------------------------------------------------------
+def squares_spec(p: Plan, along: Axes, count: int) -> pl.BlockSpec:
+  """So many squares of each chunk."""
+  place = places(p, along)[0]
+
+  def index(program):
+    at = place(program)
+    return at.b, at.h, at.n if along.chunks else 0, 0, 0, 0
+
+  return pl.BlockSpec((None, None, None if along.chunks else p.N, count, p.C, p.C), index)
 
 
-def _carry_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """S = total S + (tail b)^T W + (tail k)^T v, keeping W, and S before each chunk."""
-  a_ref, b_ref, k_ref, v_ref, fresh_ref, g_ref, runs_ref, edges_ref, solved_ref, state_ref = inputs
-  kept_ref, read_ref, last_ref = outputs
+def take_squares(ref, *at) -> list[Float[Array, "C C"]]:
+  """G with P_b^T, and N_ak with P_k^T, of a chunk."""
+  return [take(ref.at[(*at, jnp.int32(n))], None) for n in range(2)]
+
+
+# --- attend: through the chunks --------------------------------------------------------------------------------------
+
+
+def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, values_end: int, matrix: int):
+  """What a segment of time leaves, of zeros, and, in the columns from `matrix` on, of the identity where no values come.
+
+  The second is the matrix [K K] by which it takes a state on.
+  """
+  a_ref, b_ref, k_ref, v_ref, g_ref, runs_ref, edges_ref, squares_ref = inputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
-  parts = parts_of(p)
-  values = p.values(places(p, AXES["carry"])[0](pl.program_id(0)).j)
+  place = places(p, AXES["summaries"])[0](pl.program_id(0))
+  parts, column = parts_of(p), place.j * p.v_tile + jnp.arange(p.v_tile)
 
-  def chunk(n, S):
+  def chunk(m, S):
+    n = chunk_of(p, place.n, m)
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
-    mask = both(tokens, values)
-    give_state(kept_ref, S, parts, values, n)
     runs = runs_of(p, runs_ref, edges_ref, n, at)
     before, tail = decays(p, g_ref, at, tokens, tiles.before_per_head, tiles.tail_per_head)
-    old = tiles.from_start(runs, before * read_state(product, take_parts(a_ref, at, tokens, parts), S))
-    X = take(fresh_ref.at[at, :], mask) + old
-    W = X - fine(take(solved_ref.at[n], None), X)
-    give(read_ref.at[at, :], W, mask)
-    v = take(v_ref.at[at, :], mask)
-    W, v = tiles.to_end(runs, tail * W), tiles.to_end(runs, v if p.gate == "none" else tail * v.astype(f32))
+    v = take(v_ref.at[at, :], both(tokens, column < values_end))
+    W = _read_by_a(product, fine, a_ref, at, tokens, runs, parts, v, take_squares(squares_ref, n), S, before)
+    return _advanced(p, fine, (b_ref, k_ref), g_ref, at, tokens, runs, parts, (W, v), S, tail)
 
-    def update(x, part):
-      b, k = (take(ref.at[at, part[0]], both(tokens, part[1])) for ref in (b_ref, k_ref))
-      x = tiles.throughout(runs, total_decay(p, g_ref, at, tokens, part)) * x
-      return x + fine.outer(b, W) + fine.outer(k, v)
-
-    return [update(x, part) for x, part in zip(S, parts, strict=True)]
-
-  give_state(last_ref, lax.fori_loop(0, p.N, chunk, take_state(state_ref, parts, values)), parts, values)
+  first = identity_from(p, matrix, column)
+  give_state(outputs[0], lax.fori_loop(0, p.span, chunk, first), parts, p.values(place.j))
 
 
-def carry(p: Plan, a, b, k, v, fresh, g, runs, edges, solved, state) -> Sequence[Array]:
-  p = p.cut(TILES, "carry_wide" if p.K > WIDE else "carry")
-  blocks = specs(p, AXES["carry"])
-  kept, key = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept), "dq" if p.gate == "channel" else "q"
-  return launch(
-    functools.partial(_carry_kernel, p=p), (a, b, k, v, fresh, g, runs, edges, solved, state), name="dplr_states",
-    programs=places(p, AXES["carry"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in (key, key, key, "v", "v", p.gate, "runs", "edges", "pairs", "state")],
-    out_specs=[blocks[name] for name in ("kept", "v", "state")],
-    out_shapes=[kept, jax.ShapeDtypeStruct(v.shape, f32), jax.ShapeDtypeStruct(state.shape, f32)],
+def _summaries(p: Plan, solved: Solved, v, g, runs, edges) -> tuple[Array, Array]:
+  """What each segment leaves of zeros, [B P HV K V], and its matrix, [B P HV K K]."""
+  p = p.cut(TILES, "summaries")
+  values_end, matrix = p.V, p.NV * p.v_tile
+  p = p._replace(V=matrix + p.K)
+  along, key = AXES["summaries"], "dq" if p.gate == "channel" else "q"
+  blocks = specs(p, along) | {"squares": squares_spec(p, along, 2)}
+  (ends,) = launch(
+    functools.partial(_summaries_kernel, p=p, values_end=values_end, matrix=matrix),
+    (solved.a_reader, solved.b_writer, solved.k_writer, v, g, runs, edges, solved.squares), name="dplr_summaries",
+    programs=places(p, along)[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in (key, key, key, "v", p.gate, "runs", "edges", "squares")],
+    out_specs=[blocks["segment"]], out_shapes=[jax.ShapeDtypeStruct((p.B, p.P, p.HV, p.K, p.V), f32)],
   )  # fmt: skip
+  return ends[..., :values_end], ends[..., matrix:]
 
 
-# --- read: what comes out of a chunk ---------------------------------------------------------------------------------
+def _read_by_a(product, fine, a_ref, at, tokens, runs, parts, v, squares, S, before) -> Float[Array, "C V"]:
+  """W = X - G X, X = (before a) S + N_ak v."""
+  X = tiles.from_start(runs, before * read_state(product, take_parts(a_ref, at, tokens, parts), S))
+  X += fine(tiles.below(squares[1]), v)
+  return X - fine(tiles.below(squares[0]), X)
+
+
+def _advanced(p: Plan, fine, writer_refs, g_ref, at, tokens, runs, parts, written, S, tail) -> list[Array]:
+  """total S + (tail b)^T W + (tail k)^T v."""
+  W, v = (tiles.to_end(runs, x if p.gate == "none" else tail * x.astype(f32)) for x in written)
+
+  def update(x, part):
+    b, k = (take(ref.at[at, part[0]], both(tokens, part[1])) for ref in writer_refs)
+    x = tiles.throughout(runs, total_decay(p, g_ref, at, tokens, part)) * x
+    return x + fine.outer(b, W) + fine.outer(k, v)
+
+  return [update(x, part) for x, part in zip(S, parts, strict=True)]
+
+
+def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+  """o = scale ((head q) S + P_b W + P_k v), S = total S + (tail b)^T W + (tail k)^T v, from chunk to chunk.
+
+  Keeps S before each where there is where to. Without q it gives W in the place of o.
+  """
+  a_ref, q_ref, b_ref, k_ref, v_ref, g_ref, runs_ref, edges_ref, squares_ref, state_ref = inputs
+  out_ref, last_ref, *kept_ref = outputs
+  product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
+  place = places(p, AXES["attend"])[0](pl.program_id(0))
+  parts, values = parts_of(p), p.values(place.j)
+
+  def chunk(m, S):
+    n = chunk_of(p, place.n, m)
+    at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
+    mask = both(tokens, values)
+    if kept_ref:
+      keep_state(p, kept_ref[0], S, parts, values, n)
+    runs, out = runs_of(p, runs_ref, edges_ref, n, at), None
+    head, before, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head)
+    if q_ref is not None:
+      out = tiles.from_start(runs, head * read_state(product, take_parts(q_ref, at, tokens, parts), S))
+    v = take(v_ref.at[at, :], mask)
+    W = _read_by_a(product, fine, a_ref, at, tokens, runs, parts, v, take_squares(squares_ref, n), S, before)
+    if out is not None:
+      out = _out(p, fine, out, take_squares(squares_ref, n), W, v)
+    give(out_ref.at[at, :], W if out is None else out, mask)
+    return _advanced(p, fine, (b_ref, k_ref), g_ref, at, tokens, runs, parts, (W, v), S, tail)
+
+  give_state(last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values)
+
+
+def _out(p: Plan, fine, old, squares, W, v) -> Float[Array, "C V"]:
+  """scale (old + P_b W + P_k v)."""
+  P_b, P_k = (tiles.above(x) for x in squares)
+  return p.scale * (old + fine.outer(P_b, W) + fine.outer(P_k, v))
+
+
+def fits(p: Plan) -> bool:
+  """Whether a program of `attend` has the registers to make outputs too; else `read` makes them from the kept states."""
+  return p.K <= NARROW or p.dtype == jnp.bfloat16
+
+
+def attend(
+  p: Plan, solved: Solved, v, g, runs, edges, state, dtype, keep: bool
+) -> tuple[Array, Array, Array | None, Array | None]:
+  """o, the state at the end, if wanted the states at the chunks' starts, and the segments' matrices."""
+  states, matrices = state[:, None], None
+  if p.P > 1:
+    ends, matrices = _summaries(p, solved, v, g, runs, edges)
+    states = segments.by_matrices(matrices, ends, state, reverse=False)
+  whole, p = p, p.cut(TILES, "attend_wide" if p.K > WIDE else "attend")
+  along, key = AXES["attend"], "dq" if p.gate == "channel" else "q"
+  blocks = specs(p, along) | {"squares": squares_spec(p, along, 2)}
+  shapes = {"v": jax.ShapeDtypeStruct(v.shape, dtype if fits(p) else f32)}
+  shapes["segment"] = jax.ShapeDtypeStruct(states.shape, f32)
+  if keep or not fits(p):
+    shapes["kept"] = jax.ShapeDtypeStruct((p.B, p.HV, p.N // p.every, p.K, p.V), p.kept)
+  out, after, *kept = launch(
+    functools.partial(_attend_kernel, p=p),
+    (solved.a_reader, solved.q_reader if fits(p) else None, solved.b_writer, solved.k_writer, v, g, runs, edges, solved.squares, states),
+    name=("dplr_outputs" if fits(p) else "dplr_states") + in_segments(p), programs=places(p, along)[1],
+    warps=p.warps, stages=p.stages,
+    in_specs=[blocks[x] for x in (key, key, key, key, "v", p.gate, "runs", "edges", "squares", "segment")],
+    out_specs=[blocks[name] for name in shapes], out_shapes=list(shapes.values()),
+  )  # fmt: skip
+  if not fits(p):
+    out = _read(whole, solved, out, v, g, runs, edges, kept[0], dtype)
+  return out, after[:, -1], kept[0] if kept else None, matrices
+
+
+# --- read: the outputs of all chunks at once -------------------------------------------------------------------------
 
 
 def _read_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   """o = scale ((head q) S + P_b W + P_k v)."""
-  q_ref, b_ref, k_ref, v_ref, read_ref, g_ref, runs_ref, edges_ref, kept_ref = inputs
+  q_ref, read_ref, v_ref, g_ref, runs_ref, edges_ref, squares_ref, kept_ref = inputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["read"])[0](pl.program_id(0))
   tokens, values = p.tokens(place.n), p.values(place.j)
-  runs = runs_of(p, runs_ref, edges_ref, place.n, slice(None))
-  mask, upto = both(tokens, values), iota((p.C, p.C), 0) >= iota((p.C, p.C), 1)
-  found = scores(p, product, tokens, [Reader(q_ref, False)], [b_ref, k_ref], g_ref, [])
-  P_b, P_k = (tiles.pairs(runs, upto, x) for x in found)
-  out = fine(P_b, take(read_ref, mask)) + fine(P_k, take(v_ref, mask))
+  runs, mask = runs_of(p, runs_ref, edges_ref, place.n, slice(None)), both(tokens, values)
 
   def tile(i, sum):
     rows, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
-    q = take(q_ref.at[:, rows], both(tokens, keys))
-    if p.gate == "channel":
-      q = q.astype(f32) * tiles.head_per_channel(take(g_ref.at[:, rows], both(tokens, keys)).astype(f32))
-    return sum + product(q, take(kept_ref.at[rows, :], both(keys, values)))
+    return sum + product(take(q_ref.at[:, rows], both(tokens, keys)), take(kept_ref.at[rows, :], both(keys, values)))
 
-  old = over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32))
-  if p.gate == "head":
-    old *= tiles.head_per_head(take(g_ref, tokens).astype(f32))[:, None]
-  give(outputs[0], p.scale * (out + tiles.from_start(runs, old)), mask)
+  (head,) = decays(p, g_ref, slice(None), tokens, tiles.head_per_head)
+  old = tiles.from_start(runs, head * over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32)))
+  give(outputs[0], _out(p, fine, old, take_squares(squares_ref), take(read_ref, mask), take(v_ref, mask)), mask)
 
 
-def read(p: Plan, q, b, k, v, found, g, runs, edges, kept, dtype) -> Array:
+def _read(p: Plan, solved: Solved, found, v, g, runs, edges, kept, dtype) -> Array:
   p = p.cut(TILES, "read")
-  blocks = specs(p, AXES["read"])
+  along, by_head = AXES["read"], p.gate == "head"
+  blocks = specs(p, along) | {"squares": squares_spec(p, along, 2)}
   (out,) = launch(
-    functools.partial(_read_kernel, p=p), (q, b, k, v, found, g, runs, edges, kept), name="dplr_outputs",
-    programs=places(p, AXES["read"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "q", "v", "v", p.gate, "runs", "edges", "kept")],
+    functools.partial(_read_kernel, p=p), (solved.q_reader, found, v, g if by_head else None, runs, edges, solved.squares, kept),
+    name="dplr_reads", programs=places(p, along)[1], warps=p.warps, stages=p.stages,
+    in_specs=[blocks[name] for name in ("dq" if p.gate == "channel" else "q", "v", "v", "head", "runs", "edges", "squares", "kept")],
     out_specs=[blocks["v"]], out_shapes=[jax.ShapeDtypeStruct(v.shape, dtype)],
   )  # fmt: skip
   return out

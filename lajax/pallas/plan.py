@@ -63,6 +63,8 @@ class Plan(NamedTuple):
   dtype: jnp.dtype  # of the inputs of products
   C: int
   P: int = 1
+  multiple: int = 1  # of which a segment has whole ones, in chunks
+  every: int = 1  # a state is kept at every so many chunks' start
   k_tile: int = 0
   k_part: int = 0  # of a tile of K that a program takes in parts
   v_tile: int = 0
@@ -77,7 +79,7 @@ class Plan(NamedTuple):
   @property
   def span(self) -> int:
     """Chunks of a segment."""
-    return -(-self.T // (self.C * self.P))
+    return self.multiple * -(-self.T // (self.C * self.P * self.multiple))
 
   @property
   def NK(self) -> int:
@@ -201,7 +203,7 @@ def specs(p: Plan, along: Axes) -> dict[str, Any]:
     "edges": spec((None, p.N + 1), lambda x: (x.b, 0)),
     "state": spec((None, None, K, V), lambda x: (x.b, x.h, i(x), j(x))),
     "segment": spec((None, None, None, K, V), lambda x: (x.b, x.n, x.h, i(x), j(x))),
-    "kept": spec((None, None, every, K, V), lambda x: (x.b, x.h, n(x), i(x), j(x))),
+    "kept": spec((None, None, None if chunks else p.N // p.every, K, V), lambda x: (x.b, x.h, n(x), i(x), j(x))),
     "pairs": spec((None, None, every, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0)),
   }
 

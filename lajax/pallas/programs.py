@@ -8,15 +8,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lajax.pallas import delta_rule_backward, delta_rule_forward, dplr_backward, dplr_forward
 from lajax.pallas.attention import attention
 from lajax.pallas.delta_rule import decode as decode_delta_rule
 from lajax.pallas.delta_rule import delta_rule
 from lajax.pallas.delta_rule import supports as supports_delta_rule
-from lajax.pallas.delta_rule_backward import carry_back
-from lajax.pallas.delta_rule_forward import WIDE, fits, solve
-from lajax.pallas.delta_rule_forward import attend as attend_delta_rule
 from lajax.pallas.dplr import decode as decode_dplr
 from lajax.pallas.dplr import dplr
+from lajax.pallas.dplr import plans as dplr_plans
 from lajax.pallas.dplr import supports as supports_dplr
 from lajax.pallas.linear_attention import attend, linear_attention, scores_apart
 from lajax.pallas.linear_attention import decode as decode_linear_attention
@@ -38,7 +37,9 @@ KERNELS = {  # of each family, in the order of their launches
     "delta_pairs", "delta_decode",
   ),
   "dplr": (
-    "dplr_solve", "dplr_states", "dplr_outputs", "dplr_errors", "dplr_cotangents", "dplr_scores", "dplr_pairs", "dplr_decode",
+    "dplr_solve", "dplr_summaries", "dplr_outputs", "dplr_outputs_in_segments", "dplr_states", "dplr_states_in_segments",
+    "dplr_reads", "dplr_errors", "dplr_summaries_back", "dplr_cotangents", "dplr_cotangents_in_segments", "dplr_scores",
+    "dplr_pairs", "dplr_decode",
   ),
   "attention": ("attention_forward", "attention_queries", "attention_keys"),
   "linear_recurrence": ("recurrence_summaries", "recurrence_combine", "recurrence_replay", "recurrence_reverse"),
@@ -46,6 +47,7 @@ KERNELS = {  # of each family, in the order of their launches
   "gated_rms_norm": ("norm_forward", "norm_backward"),
 }  # fmt: skip
 GATED = ("linear_attention", "delta_rule", "dplr")
+FORWARD = {"delta_rule": delta_rule_forward, "dplr": dplr_forward}  # of families with a triangular system
 WITHOUT_PRODUCTS = (
   "linear_decode",
   "delta_decode",
@@ -89,9 +91,11 @@ def kernels(case: Case) -> tuple[str, ...]:
   left_out: tuple[str, ...] = ()
   if case.family == "linear_attention" and not scores_apart(p):
     left_out = ("linear_scores",)
-  if case.family == "delta_rule":
-    left_out = ("delta_states", "delta_reads") if fits(p) else ("delta_outputs",)
-  cut = case.family != "delta_rule" or case.D <= WIDE
+  forward = FORWARD.get(case.family)
+  if forward is not None:
+    own = case.family.removesuffix("_rule")
+    left_out = (f"{own}_states", f"{own}_reads") if forward.fits(p) else (f"{own}_outputs",)
+  cut = forward is None or case.D <= forward.WIDE
   names = (name for name in KERNELS[case.family] if name.removesuffix("_in_segments") not in left_out)
   return tuple(name for name in names if cut or not ("summaries" in name or name.endswith("_in_segments")))
 
@@ -110,9 +114,9 @@ def cases() -> Iterator[Case]:
 def programs(
   family: str, gate: str, shape: Shape, dtype: str, array: Callable = jax.ShapeDtypeStruct
 ) -> dict[str, Program]:
-  """`forward`, `train` (forward and all gradients) and, where there are such, `decode` and `segments` of a family.
+  """`forward`, `train` (forward and all gradients) and, where there are such, `decode`, `segments` and `whole` of a family.
 
-  `segments` is what has other kernels where time is cut.
+  `segments` and `whole`: what goes through time, cut where it is not in `train`, and not cut where it is.
 
   `array(shape, dtype)` makes an argument.
   """
@@ -136,31 +140,43 @@ def programs(
     "forward": Program(call, args),
     "train": Program(functools.partial(_train, call, len(args)), (*args, cotangents)),
   }
+  if family in THROUGH and (family not in FORWARD or D <= FORWARD[family].WIDE):
+    cut = plan(q, q, g, False, 1.0, jnp.dtype(dtype)).P > 1
+    found["whole" if cut else "segments"] = Program(functools.partial(THROUGH[family], 1 if cut else LEAST), args)
   if family == "linear_attention":
-    found["segments"] = Program(_linear_segments, args)
     found["decode"] = Program(decode_linear_attention, (state, token, token, token, g_token), (0,))
   elif family == "delta_rule":
-    if D <= WIDE:
-      found["segments"] = Program(_delta_segments, args)
     found["decode"] = Program(decode_delta_rule, (state, token, token, token, beta_token, g_token), (0,))
   elif family == "dplr":
     found["decode"] = Program(decode_dplr, (state, token, token, token, token, token, g_token), (0,))
   return found
 
 
-def _linear_segments(q, k, v, g, state):
-  p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=LEAST)
+def _linear_through(P: int, q, k, v, g, state):
+  p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=P)
   passes = (attend(p, q, k, v, g, None, None, state, v, reverse, keep=True) for reverse in (False, True))
   return tuple(passes)
 
 
-def _delta_segments(q, k, v, beta, g, state):
-  p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=LEAST)
-  solved = solve(p, q, k, beta, g, None, None)
-  o, last, _, matrices = attend_delta_rule(p, solved, v, beta, g, None, None, state, v, keep=True)
-  readers = solved.k_reader, solved.q_reader, solved.k_writer
-  back = carry_back(p, *readers, o, v.astype(f32), beta, g, None, None, solved.squares, last, matrices)
+def _delta_through(P: int, q, k, v, beta, g, state):
+  p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=P)
+  solved = delta_rule_forward.solve(p, q, k, beta, g, None, None)
+  o, last, _, matrices = delta_rule_forward.attend(p, solved, v, beta, g, None, None, state, v, keep=True)
+  readers, square = (solved.k_reader, solved.q_reader, solved.k_writer), solved.squares
+  back = delta_rule_backward.carry_back(p, *readers, o, v.astype(f32), beta, g, None, None, square, last, matrices)
   return o, last, back
+
+
+def _dplr_through(P: int, q, k, v, a, b, g, state):
+  p, p_back = (x._replace(P=P) for x in dplr_plans(q, v, g, q.dtype))
+  solved = dplr_forward.solve(p, q, a, b, k, g, None, None)
+  o, last, _, matrices = dplr_forward.attend(p, solved, v, g, None, None, state, v.dtype, keep=True)
+  readers, square = (solved.a_reader, solved.q_reader, solved.b_writer), jnp.ones((p.B, p.HV, p_back.N, *2 * (p_back.C,)))
+  back = dplr_backward.carry_back(p_back, *readers, o, v.astype(f32), g, None, None, square, last, matrices)
+  return o, last, back
+
+
+THROUGH = {"linear_attention": _linear_through, "delta_rule": _delta_through, "dplr": _dplr_through}  # in P segments of time
 
 
 def _train(call: Callable, count: int, *args):

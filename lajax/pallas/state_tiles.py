@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from lajax.pallas.plan import Plan
-from lajax.pallas.tiles import Products, both, give, inside, take
+from lajax.pallas.tiles import Products, both, give, inside, iota, take
 
 f32 = jnp.float32
 
@@ -52,6 +53,20 @@ def take_state(ref, parts, values: Array | None) -> list[Array]:
 def give_state(ref, S: list[Array], parts, values: Array | None, *at) -> None:
   for x, (rows, keys) in zip(S, parts, strict=True):
     give(ref.at[(*at, rows, slice(None))], x, both(keys, values))
+
+
+def keep_state(p: Plan, ref, S: list[Array], parts, values: Array | None, n: Array) -> None:
+  """The state before chunk n, where that is one of those that are kept."""
+  if p.every > 1:
+    wanted = jnp.full(p.v_tile, lax.rem(n, jnp.int32(p.every))) == 0
+    values = wanted if values is None else wanted & values
+  give_state(ref, S, parts, values, lax.div(n, jnp.int32(p.every)))
+
+
+def identity_from(p: Plan, start: int, column: Array) -> list[Array]:
+  """A state of zeros in which the identity begins at that column, of which a tile has those of `column`."""
+  rows = (i * p.k_tile + iota((p.k_tile, p.v_tile), 0) for i in range(p.NK))
+  return [jnp.where(row == column[None, :] - start, 1.0, 0.0).astype(f32) for row in rows]
 
 
 def scores_of(product: Products, x: list[Array], y: list[Array]) -> Float[Array, "C C"]:

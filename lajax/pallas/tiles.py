@@ -295,6 +295,16 @@ def solve(M: Float[Array, "C C"], beta: Float[Array, "C"], product: Products) ->
   return solved[0]
 
 
+def below(square: Float[Array, "C C"]) -> Float[Array, "C C"]:
+  """Of a square that holds two triangles, the one below the diagonal."""
+  return jnp.where(iota(square.shape, 0) > iota(square.shape, 1), square, 0.0)
+
+
+def above(square: Float[Array, "C C"]) -> Float[Array, "C C"]:
+  """Of a square that holds two triangles, the one on and above the diagonal."""
+  return jnp.where(iota(square.shape, 0) > iota(square.shape, 1), 0.0, square)
+
+
 def _merge(G1, L, G2, beta1, beta2, product: Products) -> Array:
   L = L - product(L * beta1[None, :], G1)
   L = L - product(G2 * beta2[None, :], L)
