@@ -114,6 +114,8 @@ def test_supports():
   assert "chunk_size is 7" in pallas.supports_dplr(q, q, v, q, q, chunk_size=7)
   long = array(2**22, 2**16, 2, 128)
   assert "2^31 programs" in pallas.supports_dplr(long, long, array(2**22, 2**16, 4, 100), long, long)
+  many = array(2**20, 2**14, 4, 16, dtype=jnp.bfloat16)  # chunks of the forward pass are half as long as of the backward
+  assert "2^31 programs" in pallas.supports_dplr(many, many, many, many, many)
   gates = wide, array(2, 64, 2, 256)
   assert pallas.supports_delta_rule_by_channel(narrow, narrow, narrow, *gates) is None
   assert "K = 128" in pallas.supports_delta_rule_by_channel(wide, wide, wide, *gates)

@@ -182,7 +182,9 @@ def _refusal(dtype, inputs, q, v, g, chunk_size: int | None) -> str | None:
     return (
       f"the kernels take keys of up to K = {forward.WIDE} where not all arrays of tokens are bfloat16, and K is {p.K}."
     )
-  return refusal(p, inputs, chunk_size, forward.TILES | backward.TILES, forward.AXES | backward.AXES)
+  return refusal(p, inputs, chunk_size, backward.TILES, backward.AXES) or refusal(
+    plans(q, v, g, dtype)[0], inputs, None, forward.TILES, forward.AXES
+  )
 
 
 def decode(
