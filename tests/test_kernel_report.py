@@ -48,9 +48,9 @@ def check(rows):
 @pytest.mark.parametrize(
   ("architecture", "dtype", "family", "gate"),
   [
-    ("sm_86", "float32", "linear_attention", "head"),
+    ("sm_90a", "bfloat16", "linear_attention", "head"),
     ("sm_90a", "bfloat16", "delta_rule", "head"),
-    ("sm_80", "bfloat16", "dplr", "channel"),
+    ("sm_86", "float32", "dplr", "channel"),
     ("sm_80", "bfloat16", "attention", "none"),
     ("sm_90a", "float32", "linear_recurrence", "none"),
     ("sm_90a", "bfloat16", "short_conv", "none"),

@@ -17,14 +17,10 @@ from layer_cases import CASES, PLAIN, B, D, Result, T, abstract, compiled, float
 pytestmark = pytest.mark.usefixtures("x64")
 
 # The laws are about what stands around the ops, whose forms have tests of their own: so they are held in the form that compiles
-# fastest, for one layer of each kind in the fast set, and the whole set adds what users run for these.
+# fastest, for one layer of each kind in the fast set; the whole set adds all others, in the form that users run where they have
+# more than one.
 KINDS = ("SoftmaxAttention", "LinearAttention", "Mamba2", "GatedDeltaNet")
-FAST = [
-  pytest.param(
-    case.in_form("recurrent"), id=f"{case.name}-recurrent", marks=[] if case.name in KINDS else pytest.mark.slow
-  )
-  for case in PLAIN
-]
+FAST = [pytest.param(case.in_form("recurrent"), id=f"{case.name}-recurrent") for case in PLAIN if case.name in KINDS]
 FULL = [
   pytest.param(case if case.plain else case.in_form("recurrent"), id=case.name, marks=pytest.mark.slow)
   for case in CASES

@@ -43,6 +43,7 @@ def small_model() -> RecallModel:
   return RecallModel(32, 16, layers, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_loss_reads_only_the_masked_positions_and_equals_that_of_all():
   inputs, targets, mask = mqar(jax.random.key(0), 4, vocab_size=32, length=16, pairs=3)
   model = small_model()
