@@ -57,6 +57,13 @@ def test_decays_before_a_token(C):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 33])
+def test_a_last_chunk_of_one_token(T):
+  """One chunk backward; forward, whose chunks are half as long, two of which the second is empty, or has one token."""
+  assert not misses("dplr-head", Shape(T=T, K=48, V=7), "bfloat16", True, ("plain", "inf", "cliff", "zero"))
+
+
+@pytest.mark.slow
 def test_the_delta_rule_by_channels():
   assert not misses(CHANNELS, BASE, "float32", True, cases.batch(CASES[CHANNELS]))
 

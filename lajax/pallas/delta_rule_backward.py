@@ -1,9 +1,7 @@
 """Backward kernels of the delta rule: what each token corrected, cotangents from chunk to chunk, and of pairs."""
 
-import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -11,8 +9,19 @@ from jaxtyping import Array
 
 from lajax.pallas import segments, tiles
 from lajax.pallas.delta_rule_forward import WIDE, scores
-from lajax.pallas.launch import launch
-from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, in_segments, over, places, runs_of, specs
+from lajax.pallas.plan import (
+  Axes,
+  Plan,
+  Tiles,
+  chunk_of,
+  decayed_results,
+  gathered,
+  key_cotangents,
+  over,
+  places,
+  runs_of,
+  start,
+)
 from lajax.pallas.state_tiles import (
   decays,
   give_state,
@@ -108,16 +117,12 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 def errors(p: Plan, q, k, v, do, beta, g, runs, edges, kept) -> tuple[Array, Array, Array, list[Array]]:
   """G, E and P^T do; and k and q as they read from a state, and k as it writes to one."""
   p = p.cut(TILES, "errors")
-  blocks = specs(p, AXES["errors"])
-  results = [("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), ("v", v.shape, f32), ("v", v.shape, f32)]
-  results += [("dq", (p.B, p.T, p.HV, p.K), dtype) for dtype in (p.kept, p.kept, f32)] if p.gate == "channel" else []
-  solved, found, dread, *decayed = launch(
-    functools.partial(_errors_kernel, p=p), (q, k, v, do, beta, g, runs, edges, kept),
-    name="delta_errors", programs=places(p, AXES["errors"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "v", "v", "head", p.gate, "runs", "edges", "kept")],
-    out_specs=[blocks[name] for name, _, _ in results],
-    out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
-  )  # fmt: skip
+  tall = "v", v.shape, f32
+  results = [("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), tall, tall, *decayed_results(p, p.kept, p.kept, f32)]
+  kinds = "q", "q", "v", "v", "head", p.gate, "runs", "edges", "kept"
+  solved, found, dread, *decayed = start(
+    _errors_kernel, p, AXES["errors"], "delta_errors", kinds, (q, k, v, do, beta, g, runs, edges, kept), results
+  )
   return solved, found, dread, decayed or [k, q, k]
 
 
@@ -178,30 +183,11 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
 
 def carry_back(p: Plan, k, q, writer, do, dread, beta, g, runs, edges, solved, dlast, matrices) -> Sequence[Array]:
   """dS after each chunk, dX, dv, and dS before the first token; `matrices` are the segments', of `attend`."""
-  along, key = AXES["carry_back"], "dq" if p.gate == "channel" else "q"
-  segment = "segment", (p.B, p.P, p.HV, p.K, p.V), f32
+  kinds = *(p.reader,) * 3, "v", "v", "head", p.gate, "runs", "edges", "pairs"
   inputs = k, q, writer, do, dread, beta, g, runs, edges, solved
-
-  def go(name: str, tiling: str, states: Array | None, *results: tuple) -> Sequence[Array]:
-    cut = p.cut(TILES, tiling)
-    blocks, kinds = specs(cut, along), (key, key, key, "v", "v", "head", p.gate, "runs", "edges", "pairs", "segment")
-    return launch(
-      functools.partial(_carry_back_kernel, p=cut, summary=states is None), [*inputs, states], name=name,
-      programs=places(cut, along)[1], warps=cut.warps, stages=cut.stages,
-      in_specs=[blocks[x] for x in kinds], out_specs=[blocks[x] for x, _, _ in results],
-      out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
-    )  # fmt: skip
-
-  states = dlast[:, None]
-  if matrices is not None:
-    (ends,) = go("delta_summaries_back", "summaries_back", None, segment)
-    states = segments.by_matrices(matrices, ends, dlast, reverse=True)
-  kept = "kept", (p.B, p.HV, p.N, p.K, p.V), p.kept
-  results = kept, ("v", do.shape, f32), ("v", do.shape, do.dtype), segment
-  dkept, dx, dv, before = go(
-    "delta_cotangents" + in_segments(p), "carry_back_wide" if p.K > WIDE else "carry_back", states, *results
+  return segments.carried_back(
+    _carry_back_kernel, p, TILES, AXES["carry_back"], "delta", p.K > WIDE, kinds, inputs, dlast, matrices, [("v", do.shape, f32), ("v", do.shape, do.dtype)]
   )
-  return dkept, dx, dv, before[:, 0]
 
 
 # --- scores: cotangents of pairs of tokens ---------------------------------------------------------------------------
@@ -239,16 +225,10 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 def scores_back(p: Plan, do, errors, dx, beta, g, runs, edges) -> Sequence[Array]:
   p = p.cut(TILES, "scores")
-  blocks = specs(p, AXES["scores"])
-  square = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.C, p.C), f32)
-  g = g if p.gate == "head" else None
-  return launch(
-    functools.partial(_scores_kernel, p=p), (do, errors, dx, beta, g, runs, edges), name="delta_scores",
-    programs=places(p, AXES["scores"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("v", "v", "v", "head", "head", "runs", "edges")],
-    out_specs=[blocks[name] for name in ("pairs", "pairs", "head")],
-    out_shapes=[square, square, jax.ShapeDtypeStruct((p.B, p.T, p.HV), f32)],
-  )  # fmt: skip
+  square = "pairs", (p.B, p.HV, p.N, p.C, p.C), f32
+  kinds, results = ("v", "v", "v", "head", "head", "runs", "edges"), [square, square, ("head", (p.B, p.T, p.HV), f32)]
+  inputs = do, errors, dx, beta, g if p.gate == "head" else None, runs, edges
+  return start(_scores_kernel, p, AXES["scores"], "delta_scores", kinds, inputs, results)
 
 
 # --- pairs: dq, dk and dg --------------------------------------------------------------------------------------------
@@ -337,22 +317,8 @@ def pairs(
 ) -> tuple[Array, Array, Array | None]:
   narrow = p.K <= NARROW and p.gate == "channel" and p.dtype == jnp.bfloat16
   p = p.cut(TILES, "pairs_narrow" if narrow else "pairs")
-  blocks = specs(p, AXES["pairs"])
-  grouped = p.HV > p.H
-  tall = lambda dtype: jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32 if grouped else dtype)
-  dg = {
-    "none": [],
-    "head": [("dhead", jax.ShapeDtypeStruct((p.NK, p.B, p.T, p.HV), f32))],
-    "channel": [("channel", jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32))],
-  }[p.gate]
-  results = [("dq", tall(q.dtype)), ("dq", tall(k.dtype)), *dg]
-  inputs = "q", "q", "v", "v", "v", "head", p.gate, "runs", "edges", "pairs", "pairs", "kept", "kept"
-  dq, dk, *dg = launch(
-    functools.partial(_pairs_kernel, p=p), (q, k, do, errors, dx, beta, g, runs, edges, dp, dm, kept, dkept),
-    name="delta_pairs", programs=places(p, AXES["pairs"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in inputs],
-    out_specs=[blocks[name] for name, _ in results], out_shapes=[shape for _, shape in results],
-  )  # fmt: skip
-  if grouped:
-    dq, dk = (x.reshape(p.B, p.T, p.H, -1, p.K).sum(3) for x in (dq, dk))
-  return dq, dk, dg[0] if p.gate == "channel" else dg[0].sum(0) if dg else None
+  kinds = "q", "q", "v", "v", "v", "head", p.gate, "runs", "edges", "pairs", "pairs", "kept", "kept"
+  inputs = q, k, do, errors, dx, beta, g, runs, edges, dp, dm, kept, dkept
+  found = start(_pairs_kernel, p, AXES["pairs"], "delta_pairs", kinds, inputs, key_cotangents(p, q, k))
+  (dq, dk), dg = gathered(p, found, 2)
+  return dq, dk, dg

@@ -1,17 +1,14 @@
 """Forward kernels of the delta rule: the triangular system of each chunk, and the states from chunk to chunk."""
 
-import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from lajax.pallas import segments, tiles
-from lajax.pallas.launch import launch
-from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, in_segments, over, places, runs_of, specs
+from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, decayed_results, in_segments, over, places, runs_of, start
 from lajax.pallas.state_tiles import (
   decays,
   give_state,
@@ -114,17 +111,11 @@ class Solved(NamedTuple):
 
 def solve(p: Plan, q, k, beta, g, runs, edges) -> Solved:
   p = p.cut(TILES, "solve")
-  blocks = specs(p, AXES["solve"])
-  results = [("pairs", (p.B, p.HV, p.N, p.C, p.C), f32)]
-  if p.gate == "channel":
-    results += [("dq", (p.B, p.T, p.HV, p.K), dtype) for dtype in (p.kept, p.kept, f32)]
-  squares, *decayed = launch(
-    functools.partial(_solve_kernel, p=p), (k, q, beta, g, runs, edges), name="delta_solve",
-    programs=places(p, AXES["solve"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "head", p.gate, "runs", "edges")],
-    out_specs=[blocks[name] for name, _, _ in results],
-    out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
-  )  # fmt: skip
+  results = [("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), *decayed_results(p, p.kept, p.kept, f32)]
+  kinds = "q", "q", "head", p.gate, "runs", "edges"
+  squares, *decayed = start(
+    _solve_kernel, p, AXES["solve"], "delta_solve", kinds, (k, q, beta, g, runs, edges), results
+  )
   return Solved(squares, *(decayed or (k, q, k)))
 
 
@@ -160,17 +151,9 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, values_end
 def _summaries(p: Plan, solved: Solved, v, beta, g, runs, edges) -> tuple[Array, Array]:
   """What each segment leaves of zeros, [B P HV K V], and its matrix, [B P HV K K]."""
   p = p.cut(TILES, "summaries")
-  values_end, matrix = p.V, p.NV * p.v_tile
-  p = p._replace(V=matrix + p.K)
-  blocks, key = specs(p, AXES["summaries"]), "dq" if p.gate == "channel" else "q"
-  (ends,) = launch(
-    functools.partial(_summaries_kernel, p=p, values_end=values_end, matrix=matrix),
-    (solved.k_reader, solved.k_writer, v, beta, g, runs, edges, solved.squares), name="delta_summaries",
-    programs=places(p, AXES["summaries"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in (key, key, "v", "head", p.gate, "runs", "edges", "pairs")],
-    out_specs=[blocks["segment"]], out_shapes=[jax.ShapeDtypeStruct((p.B, p.P, p.HV, p.K, p.V), f32)],
-  )  # fmt: skip
-  return ends[..., :values_end], ends[..., matrix:]
+  kinds = p.reader, p.reader, "v", "head", p.gate, "runs", "edges", "pairs"
+  inputs = solved.k_reader, solved.k_writer, v, beta, g, runs, edges, solved.squares
+  return segments.summaries(_summaries_kernel, p, AXES["summaries"], "delta_summaries", kinds, inputs)
 
 
 def _written(p: Plan, product, fine, reader_ref, at, tokens, runs, parts, y, beta, G, S, head) -> Float[Array, "C V"]:
@@ -237,20 +220,13 @@ def attend(
     ends, matrices = _summaries(p, solved, v, beta, g, runs, edges)
     states = segments.by_matrices(matrices, ends, state, reverse=False)
   whole, p = p, p.cut(TILES, "attend_wide" if p.K > WIDE else "attend")
-  blocks, key = specs(p, AXES["attend"]), "dq" if p.gate == "channel" else "q"
-  shapes = {"v": jax.ShapeDtypeStruct(like.shape, like.dtype if fits(p) else f32)}
-  shapes["segment"] = jax.ShapeDtypeStruct(states.shape, f32)
-  if keep or not fits(p):
-    shapes["kept"] = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept)
+  results = [("v", like.shape, like.dtype if fits(p) else f32), ("segment", states.shape, f32)]
+  results += [("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept)] if keep or not fits(p) else []
+  kinds = *(p.reader,) * 3, "v", "head", p.gate, "runs", "edges", "pairs", "segment"
   q = solved.q_reader if fits(p) else None
-  out, after, *kept = launch(
-    functools.partial(_attend_kernel, p=p),
-    (solved.k_reader, q, solved.k_writer, v, beta, g, runs, edges, solved.squares, states),
-    name=("delta_outputs" if fits(p) else "delta_states") + in_segments(p), programs=places(p, AXES["attend"])[1],
-    warps=p.warps, stages=p.stages,
-    in_specs=[blocks[x] for x in (key, key, key, "v", "head", p.gate, "runs", "edges", "pairs", "segment")],
-    out_specs=[blocks[name] for name in shapes], out_shapes=list(shapes.values()),
-  )  # fmt: skip
+  inputs = solved.k_reader, q, solved.k_writer, v, beta, g, runs, edges, solved.squares, states
+  name = ("delta_outputs" if fits(p) else "delta_states") + in_segments(p)
+  out, after, *kept = start(_attend_kernel, p, AXES["attend"], name, kinds, inputs, results)
   if not fits(p):
     out = _read(whole, solved, out, g, runs, edges, kept[0], like)
   return out, after[:, -1], kept[0] if kept else None, matrices
@@ -278,11 +254,7 @@ def _read_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 def _read(p: Plan, solved: Solved, written, g, runs, edges, kept, like) -> Array:
   p = p.cut(TILES, "read")
-  blocks, by_head = specs(p, AXES["read"]), p.gate == "head"
-  (out,) = launch(
-    functools.partial(_read_kernel, p=p), (solved.q_reader, written, g if by_head else None, runs, edges, solved.squares, kept),
-    name="delta_reads", programs=places(p, AXES["read"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q" if p.gate != "channel" else "dq", "v", "head", "runs", "edges", "pairs", "kept")],
-    out_specs=[blocks["v"]], out_shapes=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
-  )  # fmt: skip
+  kinds = p.reader, "v", "head", "runs", "edges", "pairs", "kept"
+  inputs = solved.q_reader, written, g if p.gate == "head" else None, runs, edges, solved.squares, kept
+  (out,) = start(_read_kernel, p, AXES["read"], "delta_reads", kinds, inputs, [("v", like.shape, like.dtype)])
   return out

@@ -1,18 +1,27 @@
 """Backward kernels of diagonal plus low rank: what tokens read, cotangents from chunk to chunk, and of pairs."""
 
-import functools
 from collections.abc import Iterator, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lajax.pallas import segments, tiles
-from lajax.pallas.dplr_forward import WIDE, Reader, decayed_results, scores, squares_spec
-from lajax.pallas.launch import launch
-from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, in_segments, over, places, runs_of, specs
+from lajax.pallas.dplr_forward import WIDE, Reader, scores
+from lajax.pallas.plan import (
+  Axes,
+  Plan,
+  Tiles,
+  chunk_of,
+  decayed_results,
+  gathered,
+  key_cotangents,
+  over,
+  places,
+  runs_of,
+  start,
+)
 from lajax.pallas.state_tiles import decays, give_state, parts_of, read_state, take_parts, take_state, total_decay
 from lajax.pallas.tiles import Products, both, give, iota, take
 
@@ -113,16 +122,13 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 def errors(p: Plan, q, a, b, k, v, do, g, runs, edges, kept) -> tuple[list[Array], Array, Array, list[Array]]:
   """G, N_ak and scale P_k; W; scale P_b^T do; and a as it reads from a state, b and k as they write to one, q as it reads."""
   p = p.cut(TILES, "errors_wide" if p.K > WIDE else "errors")
-  blocks = specs(p, AXES["errors"])
   square, tall = ("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), ("v", v.shape, f32)
   results = [square, square, square, tall, tall, *decayed_results(p, p.kept, f32, f32, p.kept)]
-  solved, fresh, later, found, dread, *decayed = launch(
-    functools.partial(_errors_kernel, p=p), (q, a, b, k, v, do, g, runs, edges, kept), name="dplr_errors",
-    programs=places(p, AXES["errors"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "q", "q", "v", "v", p.gate, "runs", "edges", "kept")],
-    out_specs=[blocks[name] for name, _, _ in results],
-    out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
-  )  # fmt: skip
+  kinds = *("q",) * 4, "v", "v", p.gate, "runs", "edges", "kept"
+  inputs = q, a, b, k, v, do, g, runs, edges, kept
+  solved, fresh, later, found, dread, *decayed = start(
+    _errors_kernel, p, AXES["errors"], "dplr_errors", kinds, inputs, results
+  )
   return [solved, fresh, later], found, dread, decayed or [a, b, k, q]
 
 
@@ -170,29 +176,11 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
 
 def carry_back(p: Plan, a, q, b, do, dread, g, runs, edges, solved, dlast, matrices) -> Sequence[Array]:
   """dS after each chunk, dX, and dS before the first token; `matrices` are the segments', of `attend`."""
-  along, key = AXES["carry_back"], "dq" if p.gate == "channel" else "q"
-  segment = "segment", (p.B, p.P, p.HV, p.K, p.V), f32
+  kinds = *(p.reader,) * 3, "v", "v", p.gate, "runs", "edges", "pairs"
   inputs = a, q, b, do, dread, g, runs, edges, solved
-
-  def go(name: str, tiling: str, states: Array | None, *results: tuple) -> Sequence[Array]:
-    cut = p.cut(TILES, tiling)
-    blocks, kinds = specs(cut, along), (key, key, key, "v", "v", p.gate, "runs", "edges", "pairs", "segment")
-    return launch(
-      functools.partial(_carry_back_kernel, p=cut, summary=states is None), [*inputs, states], name=name,
-      programs=places(cut, along)[1], warps=cut.warps, stages=cut.stages,
-      in_specs=[blocks[x] for x in kinds], out_specs=[blocks[x] for x, _, _ in results],
-      out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
-    )  # fmt: skip
-
-  states = dlast[:, None]
-  if matrices is not None:
-    (ends,) = go("dplr_summaries_back", "summaries_back", None, segment)
-    states = segments.by_matrices(matrices, ends, dlast, reverse=True)
-  results = ("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept), ("v", do.shape, f32), segment
-  dkept, dx, before = go(
-    "dplr_cotangents" + in_segments(p), "carry_back_wide" if p.K > WIDE else "carry_back", states, *results
+  return segments.carried_back(
+    _carry_back_kernel, p, TILES, AXES["carry_back"], "dplr", p.K > WIDE, kinds, inputs, dlast, matrices, [("v", do.shape, f32)]
   )
-  return dkept, dx, before[:, 0]
 
 
 # --- scores: cotangents of pairs of tokens, and of v -----------------------------------------------------------------
@@ -243,17 +231,10 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 def scores_back(p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkept) -> Sequence[Array]:
   """dP_b, dP_k, dN_ab and dN_ak; and dv."""
   p = p.cut(TILES, "scores_wide" if p.K > WIDE else "scores")
-  blocks = specs(p, AXES["scores"])
-  squares, key = jax.ShapeDtypeStruct((p.B, p.HV, p.N, 4, p.C, p.C), f32), "dq" if p.gate == "channel" else "q"
-  g = g if p.gate == "head" else None
-  inputs = key, "v", "v", "v", "v", "head", "runs", "edges", "pairs", "pairs", "kept"
-  return launch(
-    functools.partial(_scores_kernel, p=p), (k, v, do, found, dx, g, runs, edges, fresh, later, dkept),
-    name="dplr_scores", programs=places(p, AXES["scores"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in inputs],
-    out_specs=[squares_spec(p, AXES["scores"], 4), blocks["v"]],
-    out_shapes=[squares, jax.ShapeDtypeStruct(v.shape, v.dtype)],
-  )  # fmt: skip
+  results = [("four pairs", (p.B, p.HV, p.N, 4, p.C, p.C), f32), ("v", v.shape, v.dtype)]
+  kinds = p.reader, *("v",) * 4, "head", "runs", "edges", "pairs", "pairs", "kept"
+  inputs = k, v, do, found, dx, g if p.gate == "head" else None, runs, edges, fresh, later, dkept
+  return start(_scores_kernel, p, AXES["scores"], "dplr_scores", kinds, inputs, results)
 
 
 # --- pairs: dq, da, db, dk and dg ------------------------------------------------------------------------------------
@@ -357,23 +338,8 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 def pairs(p: Plan, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept) -> tuple:
   """dq, da, db, dk and dg."""
   p = p.cut(TILES, "pairs")
-  blocks = specs(p, AXES["pairs"])
-  grouped = p.HV > p.H
-  tall = lambda dtype: jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32 if grouped else dtype)
-  dg = {
-    "none": [],
-    "head": [("dhead", jax.ShapeDtypeStruct((p.NK, p.B, p.T, p.HV), f32))],
-    "channel": [("channel", jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32))],
-  }[p.gate]
-  results = [*(("dq", tall(x.dtype)) for x in (q, a, b, k)), *dg]
-  inputs = *("q",) * 4, *("v",) * 4, p.gate, "runs", "edges"
-  found = launch(
-    functools.partial(_pairs_kernel, p=p), (q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept),
-    name="dplr_pairs", programs=places(p, AXES["pairs"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[*(blocks[name] for name in inputs), squares_spec(p, AXES["pairs"], 4), blocks["kept"], blocks["kept"]],
-    out_specs=[blocks[name] for name, _ in results], out_shapes=[shape for _, shape in results],
-  )  # fmt: skip
-  dq, da, db, dk, *dg = found
-  if grouped:
-    dq, da, db, dk = (x.reshape(p.B, p.T, p.H, -1, p.K).sum(3) for x in (dq, da, db, dk))
-  return dq, da, db, dk, dg[0] if p.gate == "channel" else dg[0].sum(0) if dg else None
+  kinds = *("q",) * 4, *("v",) * 4, p.gate, "runs", "edges", "four pairs", "kept", "kept"
+  inputs = q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept
+  found = start(_pairs_kernel, p, AXES["pairs"], "dplr_pairs", kinds, inputs, key_cotangents(p, q, a, b, k))
+  keys, dg = gathered(p, found, 4)
+  return *keys, dg

@@ -1,18 +1,15 @@
 """Forward kernels of diagonal plus low rank: each chunk's triangular system, the states, and the outputs."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from lajax.pallas import segments, tiles
-from lajax.pallas.launch import launch
-from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, in_segments, over, places, runs_of, specs
+from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, decayed_results, in_segments, over, places, runs_of, start
 from lajax.pallas.state_tiles import (
   decays,
   give_state,
@@ -108,11 +105,6 @@ def _pairs(x: Sequence, y: Sequence) -> list[tuple]:
   return [(a, b) for a in x for b in y]
 
 
-def decayed_results(p: Plan, *dtypes) -> list[tuple[str, tuple[int, ...], Any]]:
-  """What `scores` gives with one decay a channel: kind of block, shape and dtype of each."""
-  return [("dq", (p.B, p.T, p.HV, p.K), dtype) for dtype in dtypes] if p.gate == "channel" else []
-
-
 # --- solve: each chunk's triangular system ---------------------------------------------------------------------------
 
 
@@ -145,27 +137,10 @@ class Solved(NamedTuple):
 
 def solve(p: Plan, q, a, b, k, g, runs, edges) -> Solved:
   p = p.cut(TILES, "solve")
-  blocks = specs(p, AXES["solve"]) | {"squares": squares_spec(p, AXES["solve"], 2)}
-  results = [("squares", (p.B, p.HV, p.N, 2, p.C, p.C), f32), *decayed_results(p, p.kept, f32, f32, p.kept)]
-  squares, *decayed = launch(
-    functools.partial(_solve_kernel, p=p), (a, q, b, k, g, runs, edges), name="dplr_solve",
-    programs=places(p, AXES["solve"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "q", "q", p.gate, "runs", "edges")],
-    out_specs=[blocks[name] for name, _, _ in results],
-    out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
-  )  # fmt: skip
+  results = [("two pairs", (p.B, p.HV, p.N, 2, p.C, p.C), f32), *decayed_results(p, p.kept, f32, f32, p.kept)]
+  kinds = *("q",) * 4, p.gate, "runs", "edges"
+  squares, *decayed = start(_solve_kernel, p, AXES["solve"], "dplr_solve", kinds, (a, q, b, k, g, runs, edges), results)
   return Solved(squares, *(decayed or (a, b, k, q)))
-
-
-def squares_spec(p: Plan, along: Axes, count: int) -> pl.BlockSpec:
-  """So many squares of each chunk."""
-  place = places(p, along)[0]
-
-  def index(program):
-    at = place(program)
-    return at.b, at.h, at.n if along.chunks else 0, 0, 0, 0
-
-  return pl.BlockSpec((None, None, None if along.chunks else p.N, count, p.C, p.C), index)
 
 
 def take_squares(ref, *at) -> list[Float[Array, "C C"]]:
@@ -202,18 +177,9 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, values_end
 def _summaries(p: Plan, solved: Solved, v, g, runs, edges) -> tuple[Array, Array]:
   """What each segment leaves of zeros, [B P HV K V], and its matrix, [B P HV K K]."""
   p = p.cut(TILES, "summaries")
-  values_end, matrix = p.V, p.NV * p.v_tile
-  p = p._replace(V=matrix + p.K)
-  along, key = AXES["summaries"], "dq" if p.gate == "channel" else "q"
-  blocks = specs(p, along) | {"squares": squares_spec(p, along, 2)}
-  (ends,) = launch(
-    functools.partial(_summaries_kernel, p=p, values_end=values_end, matrix=matrix),
-    (solved.a_reader, solved.b_writer, solved.k_writer, v, g, runs, edges, solved.squares), name="dplr_summaries",
-    programs=places(p, along)[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in (key, key, key, "v", p.gate, "runs", "edges", "squares")],
-    out_specs=[blocks["segment"]], out_shapes=[jax.ShapeDtypeStruct((p.B, p.P, p.HV, p.K, p.V), f32)],
-  )  # fmt: skip
-  return ends[..., :values_end], ends[..., matrix:]
+  kinds = *(p.reader,) * 3, "v", p.gate, "runs", "edges", "two pairs"
+  inputs = solved.a_reader, solved.b_writer, solved.k_writer, v, g, runs, edges, solved.squares
+  return segments.summaries(_summaries_kernel, p, AXES["summaries"], "dplr_summaries", kinds, inputs)
 
 
 def _read_by_a(product, fine, a_ref, at, tokens, runs, parts, v, squares, S, before) -> Float[Array, "C V"]:
@@ -286,20 +252,13 @@ def attend(
     ends, matrices = _summaries(p, solved, v, g, runs, edges)
     states = segments.by_matrices(matrices, ends, state, reverse=False)
   whole, p = p, p.cut(TILES, "attend_wide" if p.K > WIDE else "attend")
-  along, key = AXES["attend"], "dq" if p.gate == "channel" else "q"
-  blocks = specs(p, along) | {"squares": squares_spec(p, along, 2)}
-  shapes = {"v": jax.ShapeDtypeStruct(v.shape, dtype if fits(p) else f32)}
-  shapes["segment"] = jax.ShapeDtypeStruct(states.shape, f32)
-  if keep or not fits(p):
-    shapes["kept"] = jax.ShapeDtypeStruct((p.B, p.HV, p.N // p.every, p.K, p.V), p.kept)
-  out, after, *kept = launch(
-    functools.partial(_attend_kernel, p=p),
-    (solved.a_reader, solved.q_reader if fits(p) else None, solved.b_writer, solved.k_writer, v, g, runs, edges, solved.squares, states),
-    name=("dplr_outputs" if fits(p) else "dplr_states") + in_segments(p), programs=places(p, along)[1],
-    warps=p.warps, stages=p.stages,
-    in_specs=[blocks[x] for x in (key, key, key, key, "v", p.gate, "runs", "edges", "squares", "segment")],
-    out_specs=[blocks[name] for name in shapes], out_shapes=list(shapes.values()),
-  )  # fmt: skip
+  results = [("v", v.shape, dtype if fits(p) else f32), ("segment", states.shape, f32)]
+  results += [("kept", (p.B, p.HV, p.N // p.every, p.K, p.V), p.kept)] if keep or not fits(p) else []
+  kinds = *(p.reader,) * 4, "v", p.gate, "runs", "edges", "two pairs", "segment"
+  readers = solved.a_reader, solved.q_reader if fits(p) else None
+  inputs = *readers, solved.b_writer, solved.k_writer, v, g, runs, edges, solved.squares, states
+  name = ("dplr_outputs" if fits(p) else "dplr_states") + in_segments(p)
+  out, after, *kept = start(_attend_kernel, p, AXES["attend"], name, kinds, inputs, results)
   if not fits(p):
     out = _read(whole, solved, out, v, g, runs, edges, kept[0], dtype)
   return out, after[:, -1], kept[0] if kept else None, matrices
@@ -327,12 +286,7 @@ def _read_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 def _read(p: Plan, solved: Solved, found, v, g, runs, edges, kept, dtype) -> Array:
   p = p.cut(TILES, "read")
-  along, by_head = AXES["read"], p.gate == "head"
-  blocks = specs(p, along) | {"squares": squares_spec(p, along, 2)}
-  (out,) = launch(
-    functools.partial(_read_kernel, p=p), (solved.q_reader, found, v, g if by_head else None, runs, edges, solved.squares, kept),
-    name="dplr_reads", programs=places(p, along)[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("dq" if p.gate == "channel" else "q", "v", "v", "head", "runs", "edges", "squares", "kept")],
-    out_specs=[blocks["v"]], out_shapes=[jax.ShapeDtypeStruct(v.shape, dtype)],
-  )  # fmt: skip
+  kinds = p.reader, "v", "v", "head", "runs", "edges", "two pairs", "kept"
+  inputs = solved.q_reader, found, v, g if p.gate == "head" else None, runs, edges, solved.squares, kept
+  (out,) = start(_read_kernel, p, AXES["read"], "dplr_reads", kinds, inputs, [("v", v.shape, dtype)])
   return out

@@ -10,9 +10,7 @@ kept between forward and backward are the inputs and the states at the chunks' s
 `lajax.pallas.plan`.
 """
 
-import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,20 +18,22 @@ from jaxtyping import Array, Float, Int
 
 from lajax.pallas import segments, tiles
 from lajax.pallas.decode import decode as one_token
-from lajax.pallas.launch import differentiable, launch
+from lajax.pallas.launch import differentiable
 from lajax.pallas.plan import (
   Axes,
   Plan,
   Tiles,
   chunk_of,
   documents,
+  gathered,
   in_segments,
+  key_cotangents,
   over,
   places,
   plan,
   refusal,
   runs_of,
-  specs,
+  start,
 )  # fmt: skip
 from lajax.pallas.state_tiles import (
   decays,
@@ -112,15 +112,11 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: b
 
 
 def _summaries(p: Plan, x, y, g, runs, edges, reverse: bool) -> Array:
-  p = p.cut(TILES, "summaries")
-  blocks = specs(p, AXES["summaries"])
-  (ends,) = launch(
-    functools.partial(_summaries_kernel, p=p, reverse=reverse), (x, y, g, runs, edges),
-    name="linear_summaries_back" if reverse else "linear_summaries",
-    programs=places(p, AXES["summaries"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "v", p.gate, "runs", "edges")], out_specs=[blocks["segment"]],
-    out_shapes=[jax.ShapeDtypeStruct((p.B, p.P, p.HV, p.K, p.V), f32)],
-  )  # fmt: skip
+  p, name = p.cut(TILES, "summaries"), "linear_summaries_back" if reverse else "linear_summaries"
+  kinds, results = ("q", "v", p.gate, "runs", "edges"), [("segment", (p.B, p.P, p.HV, p.K, p.V), f32)]
+  (ends,) = start(
+    _summaries_kernel, p, AXES["summaries"], name, kinds, (x, y, g, runs, edges), results, reverse=reverse
+  )
   return ends
 
 
@@ -155,13 +151,8 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 def _scores(p: Plan, q, k, g, runs, edges) -> Array:
   p = p.cut(TILES, "scores")
-  blocks = specs(p, AXES["scores"])
-  (scores,) = launch(
-    functools.partial(_scores_kernel, p=p), (q, k, g, runs, edges), name="linear_scores",
-    programs=places(p, AXES["scores"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", p.gate, "runs", "edges")],
-    out_specs=[blocks["pairs"]], out_shapes=[jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.C, p.C), p.kept)],
-  )  # fmt: skip
+  kinds, results = ("q", "q", p.gate, "runs", "edges"), [("pairs", (p.B, p.HV, p.N, p.C, p.C), p.kept)]
+  (scores,) = start(_scores_kernel, p, AXES["scores"], "linear_scores", kinds, (q, k, g, runs, edges), results)
   return scores
 
 
@@ -233,19 +224,13 @@ def attend(p: Plan, q, k, y, g, runs, edges, state, like, reverse: bool, keep: b
     ends = _summaries(p, q if reverse else k, y, g, runs, edges, reverse)
     states = segments.by_decays(p, segments.decays(p, g, edges), ends, state, reverse)
   p = p.cut_in_parts(TILES, "attend_back" if reverse else "attend", WIDE)
-  blocks = specs(p, AXES["attend"])
-  inputs = "q", "q", "v", p.gate, "runs", "edges", "pairs", "segment"
-  shapes = {"v": jax.ShapeDtypeStruct(like.shape, like.dtype), "segment": jax.ShapeDtypeStruct(states.shape, f32)}
-  if p.NK > 1:
-    shapes = {"partial": jax.ShapeDtypeStruct((p.NK, *like.shape), f32), "segment": shapes["segment"]}
-  if keep:
-    shapes["kept"] = jax.ShapeDtypeStruct((p.B, p.HV, p.N, p.K, p.V), p.kept)
-  out, after, *kept = launch(
-    functools.partial(_attend_kernel, p=p, reverse=reverse), (q, k, y, g, runs, edges, scores, states),
-    name=("linear_cotangents" if reverse else "linear_outputs") + in_segments(p),
-    programs=places(p, AXES["attend"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in inputs], out_specs=[blocks[name] for name in shapes], out_shapes=list(shapes.values()),
-  )  # fmt: skip
+  kinds = "q", "q", "v", p.gate, "runs", "edges", "pairs", "segment"
+  whole = ("v", like.shape, like.dtype) if p.NK == 1 else ("partial", (p.NK, *like.shape), f32)
+  results = [whole, ("segment", states.shape, f32)]
+  results += [("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept)] if keep else []
+  name = ("linear_cotangents" if reverse else "linear_outputs") + in_segments(p)
+  inputs = q, k, y, g, runs, edges, scores, states
+  out, after, *kept = start(_attend_kernel, p, AXES["attend"], name, kinds, inputs, results, reverse=reverse)
   return out if p.NK == 1 else out.sum(0).astype(like.dtype), after[:, 0 if reverse else -1], *kept
 
 
@@ -316,24 +301,9 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 def _pairs(p: Plan, q, k, v, do, g, runs, edges, kept, dkept) -> tuple[Array, Array, Array | None]:
   p = p.cut(TILES, "pairs")
-  blocks = specs(p, AXES["pairs"])
-  grouped = p.HV > p.H
-  tall = lambda dtype: jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32 if grouped else dtype)
-  dg = {
-    "none": [],
-    "head": [("dhead", jax.ShapeDtypeStruct((p.NK, p.B, p.T, p.HV), f32))],
-    "channel": [("channel", jax.ShapeDtypeStruct((p.B, p.T, p.HV, p.K), f32))],
-  }[p.gate]
-  results = [("dq", tall(q.dtype)), ("dq", tall(k.dtype)), *dg]
-  dq, dk, *dg = launch(
-    functools.partial(_pairs_kernel, p=p), (q, k, v, do, g, runs, edges, kept, dkept),
-    name="linear_pairs", programs=places(p, AXES["pairs"])[1], warps=p.warps, stages=p.stages,
-    in_specs=[blocks[name] for name in ("q", "q", "v", "v", p.gate, "runs", "edges", "kept", "kept")],
-    out_specs=[blocks[name] for name, _ in results], out_shapes=[shape for _, shape in results],
-  )  # fmt: skip
-  if grouped:
-    dq, dk = (x.reshape(p.B, p.T, p.H, -1, p.K).sum(3) for x in (dq, dk))
-  dg = dg[0] if p.gate == "channel" else dg[0].sum(0) if dg else None
+  kinds, inputs = ("q", "q", "v", "v", p.gate, "runs", "edges", "kept", "kept"), (q, k, v, do, g, runs, edges, kept, dkept)
+  found = start(_pairs_kernel, p, AXES["pairs"], "linear_pairs", kinds, inputs, key_cotangents(p, q, k))
+  (dq, dk), dg = gathered(p, found, 2)
   return dq, dk, dg
 
 

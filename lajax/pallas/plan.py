@@ -5,15 +5,18 @@ chunks, i tiles of K, j tiles of V. What goes from chunk to chunk goes through P
 and columns are too few to fill a GPU.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
+from lajax.pallas.launch import launch
 from lajax.pallas.tiles import Runs, inside
 
 f32 = jnp.float32
@@ -93,6 +96,11 @@ class Plan(NamedTuple):
   def kept(self) -> jnp.dtype:
     """The dtype of the kept states: what products take anyway."""
     return self.dtype if self.dtype == jnp.bfloat16 else jnp.dtype(f32)
+
+  @property
+  def reader(self) -> str:
+    """The kind of block of the keys that read from a state or write to one: with one decay a channel, of each value head."""
+    return "dq" if self.gate == "channel" else "q"
 
   def cut(self, table: Table, kernel: str) -> "Plan":
     return self.cut_by(table[kernel, self.gate == "channel", self.dtype != jnp.bfloat16])
@@ -205,7 +213,45 @@ def specs(p: Plan, along: Axes) -> dict[str, Any]:
     "segment": spec((None, None, None, K, V), lambda x: (x.b, x.n, x.h, i(x), j(x))),
     "kept": spec((None, None, None if chunks else p.N // p.every, K, V), lambda x: (x.b, x.h, n(x), i(x), j(x))),
     "pairs": spec((None, None, every, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0)),
+    "two pairs": spec((None, None, every, 2, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0, 0)),
+    "four pairs": spec((None, None, every, 4, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0, 0)),
   }
+
+
+Result = tuple[str, tuple[int, ...], Any]  # kind of block, shape and dtype
+
+
+def decayed_results(p: Plan, *dtypes) -> list[Result]:
+  """With one decay a channel, the keys that read from a state or write to one, of these dtypes."""
+  return [("dq", (p.B, p.T, p.HV, p.K), dtype) for dtype in dtypes] if p.gate == "channel" else []
+
+
+def start(
+  kernel: Callable, p: Plan, along: Axes, name: str, kinds: Sequence[str], arrays: Sequence[Array | None],
+  results: Sequence[Result], **options,
+) -> Sequence[Array]:
+  """Runs kernel(p=p, **options) in a program for each place; `kinds` are those of the arrays' blocks."""  # fmt: skip
+  blocks = specs(p, along)
+  return launch(
+    functools.partial(kernel, p=p, **options), arrays, name=name, programs=places(p, along)[1], warps=p.warps,
+    stages=p.stages, in_specs=[blocks[kind] for kind in kinds], out_specs=[blocks[kind] for kind, _, _ in results],
+    out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
+  )  # fmt: skip
+
+
+def key_cotangents(p: Plan, *arrays: Array) -> list[Result]:
+  """What gives the cotangents of arrays of keys [B T H K], of each value head where they are grouped, and dg."""
+  tall = (p.B, p.T, p.HV, p.K)
+  dg = {"none": [], "head": [("dhead", (p.NK, p.B, p.T, p.HV), f32)], "channel": [("channel", tall, f32)]}[p.gate]
+  return [*(("dq", tall, f32 if p.HV > p.H else x.dtype) for x in arrays), *dg]
+
+
+def gathered(p: Plan, found: Sequence[Array], count: int) -> tuple[Sequence[Array], Array | None]:
+  """Of what `key_cotangents` gives for so many arrays, their sums over grouped heads; and dg."""
+  keys, dg = found[:count], found[count:]
+  if p.HV > p.H:
+    keys = [x.reshape(p.B, p.T, p.H, -1, p.K).sum(3) for x in keys]
+  return keys, (dg[0] if p.gate == "channel" else dg[0].sum(0) if dg else None)
 
 
 def documents(runs: Int[Array, "B T"], p: Plan) -> tuple[Int[Array, "B NC"], Int[Array, "B N1"]]:

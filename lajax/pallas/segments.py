@@ -3,11 +3,13 @@
 Of a state S before it, a segment leaves left S + end: `left` is a decay where rows of a state do not mix, else a matrix [K K].
 """
 
+from collections.abc import Callable, Sequence
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from lajax.pallas.plan import Plan
+from lajax.pallas.plan import Axes, Plan, Result, Table, in_segments, start
 
 f32 = jnp.float32
 
@@ -48,3 +50,50 @@ def by_matrices(
 
   in_turn = left.swapaxes(0, 1), ends.swapaxes(0, 1)
   return lax.scan(step, first, in_turn, reverse=reverse)[1].swapaxes(0, 1)
+
+
+# --- of what mixes rows ----------------------------------------------------------------------------------------------
+
+
+def summaries(
+  kernel: Callable, p: Plan, along: Axes, name: str, kinds: Sequence[str], inputs: Sequence[Array | None]
+) -> tuple[Float[Array, "B P HV K V"], Float[Array, "B P HV K K"]]:
+  """What each segment leaves of zeros, and its matrix: as further columns, from `matrix` on, behind those of values."""
+  values_end, matrix = p.V, p.NV * p.v_tile
+  p = p._replace(V=matrix + p.K)
+  results = [("segment", (p.B, p.P, p.HV, p.K, p.V), f32)]
+  (ends,) = start(kernel, p, along, name, kinds, inputs, results, values_end=values_end, matrix=matrix)
+  return ends[..., :values_end], ends[..., matrix:]
+
+
+def carried_back(
+  kernel: Callable,
+  p: Plan,
+  table: Table,
+  along: Axes,
+  family: str,
+  wide: bool,
+  kinds: Sequence[str],
+  inputs: Sequence[Array | None],
+  dlast: Float[Array, "B HV K V"],
+  matrices: Float[Array, "B P HV K K"] | None,
+  results: Sequence[Result],
+) -> tuple[Array, ...]:
+  """Back through the chunks: dS after each, `results`, and dS before the first token.
+
+  `matrices` are the segments', None where there is one. The kernel's last input is dS at the end, its last result dS at the
+  start; without the first it gives the second alone.
+  """
+
+  def go(name: str, tiles: str, states: Array | None, results: Sequence[Result]) -> Sequence[Array]:
+    cut, ends = p.cut(table, tiles), states is None
+    return start(kernel, cut, along, name, [*kinds, "segment"], [*inputs, states], results, summary=ends)
+
+  kept, segment = ("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept), ("segment", (p.B, p.P, p.HV, p.K, p.V), f32)
+  states = dlast[:, None]
+  if matrices is not None:
+    (ends,) = go(f"{family}_summaries_back", "summaries_back", None, [segment])
+    states = by_matrices(matrices, ends, dlast, reverse=True)
+  name = f"{family}_cotangents" + in_segments(p)
+  dkept, *found, before = go(name, "carry_back_wide" if wide else "carry_back", states, [kept, *results, segment])
+  return dkept, *found, before[:, 0]
