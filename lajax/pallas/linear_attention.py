@@ -10,6 +10,7 @@ kept between forward and backward are the inputs and the states at the chunks' s
 `lajax.pallas.plan`.
 """
 
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -114,9 +115,8 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: b
 def _summaries(p: Plan, x, y, g, runs, edges, reverse: bool) -> Array:
   p, name = p.cut(TILES, "summaries"), "linear_summaries_back" if reverse else "linear_summaries"
   kinds, results = ("q", "v", p.gate, "runs", "edges"), [("segment", (p.B, p.P, p.HV, p.K, p.V), f32)]
-  (ends,) = start(
-    _summaries_kernel, p, AXES["summaries"], name, kinds, (x, y, g, runs, edges), results, reverse=reverse
-  )
+  kernel = functools.partial(_summaries_kernel, reverse=reverse)
+  (ends,) = start(kernel, p, AXES["summaries"], name, kinds, (x, y, g, runs, edges), results)
   return ends
 
 
@@ -230,7 +230,8 @@ def attend(p: Plan, q, k, y, g, runs, edges, state, like, reverse: bool, keep: b
   results += [("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept)] if keep else []
   name = ("linear_cotangents" if reverse else "linear_outputs") + in_segments(p)
   inputs = q, k, y, g, runs, edges, scores, states
-  out, after, *kept = start(_attend_kernel, p, AXES["attend"], name, kinds, inputs, results, reverse=reverse)
+  kernel = functools.partial(_attend_kernel, reverse=reverse)
+  out, after, *kept = start(kernel, p, AXES["attend"], name, kinds, inputs, results)
   return out if p.NK == 1 else out.sum(0).astype(like.dtype), after[:, 0 if reverse else -1], *kept
 
 

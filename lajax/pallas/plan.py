@@ -228,12 +228,12 @@ def decayed_results(p: Plan, *dtypes) -> list[Result]:
 
 def start(
   kernel: Callable, p: Plan, along: Axes, name: str, kinds: Sequence[str], arrays: Sequence[Array | None],
-  results: Sequence[Result], **options,
+  results: Sequence[Result],
 ) -> Sequence[Array]:
-  """Runs kernel(p=p, **options) in a program for each place; `kinds` are those of the arrays' blocks."""  # fmt: skip
+  """Runs kernel(p=p) in a program for each place; `kinds` are those of the arrays' blocks."""  # fmt: skip
   blocks = specs(p, along)
   return launch(
-    functools.partial(kernel, p=p, **options), arrays, name=name, programs=places(p, along)[1], warps=p.warps,
+    functools.partial(kernel, p=p), arrays, name=name, programs=places(p, along)[1], warps=p.warps,
     stages=p.stages, in_specs=[blocks[kind] for kind in kinds], out_specs=[blocks[kind] for kind, _, _ in results],
     out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
   )  # fmt: skip

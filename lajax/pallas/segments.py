@@ -3,6 +3,7 @@
 Of a state S before it, a segment leaves left S + end: `left` is a decay where rows of a state do not mix, else a matrix [K K].
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -62,7 +63,8 @@ def summaries(
   values_end, matrix = p.V, p.NV * p.v_tile
   p = p._replace(V=matrix + p.K)
   results = [("segment", (p.B, p.P, p.HV, p.K, p.V), f32)]
-  (ends,) = start(kernel, p, along, name, kinds, inputs, results, values_end=values_end, matrix=matrix)
+  kernel = functools.partial(kernel, values_end=values_end, matrix=matrix)
+  (ends,) = start(kernel, p, along, name, kinds, inputs, results)
   return ends[..., :values_end], ends[..., matrix:]
 
 
@@ -86,8 +88,8 @@ def carried_back(
   """
 
   def go(name: str, tiles: str, states: Array | None, results: Sequence[Result]) -> Sequence[Array]:
-    cut, ends = p.cut(table, tiles), states is None
-    return start(kernel, cut, along, name, [*kinds, "segment"], [*inputs, states], results, summary=ends)
+    body = functools.partial(kernel, summary=states is None)
+    return start(body, p.cut(table, tiles), along, name, [*kinds, "segment"], [*inputs, states], results)
 
   kept, segment = ("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept), ("segment", (p.B, p.P, p.HV, p.K, p.V), f32)
   states = dlast[:, None]
