@@ -11,7 +11,10 @@ was waiting (more than half of the CPU time is compilation).
 
 Expected on two CPU cores: of each core op with a matrix state `chunked` has the fastest forward+backward, at least 3
 times as fast as a naive token scan; its time grows linearly (slope at most 1.05, attention apart); decoding does not
-feel the position.
+feel the position. The cheapest ops may show a slope up to 1.09: glibc gives arrays of 16 MiB and more back to the system
+after each call, and taking them anew, page by page, is a tenth of the time at 32k tokens. To leave that out:
+
+    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 python experiments/speed.py --scaling
 
 All programs are compiled first, one after the other, then run in rounds, each once a round, so that a change of the
 machine's load meets all of them alike. Figures are medians over the rounds; the ratio is the median over the rounds

@@ -124,6 +124,12 @@ def check_option(name: str, value, allowed: Sequence) -> None:
     raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
 
 
+def check_not_negative(name: str, value) -> None:
+  """ValueError where a number is not one, is NaN, or is below 0."""
+  if not isinstance(value, int | float | np.number) or not value >= 0:
+    raise ValueError(f"`{name}` must be a number of at least 0; got {value!r}.")
+
+
 def check_positive(name: str, value) -> None:
   """ValueError where an optional whole number is given and is not one, or is below 1."""
   whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -12,6 +12,7 @@ from lajax import _shapes
 from lajax._numerics import accumulation_dtype, product_precision
 from lajax.ops import linear_attention
 from lajax.recurrence import drive
+from lajax.recurrence.linear_attention import divided, with_ones
 
 NORMALIZATIONS = ("softmax", "scaling")
 
@@ -33,7 +34,7 @@ def bidirectional_linear_attention(
   Args:
     q, k: [B T H K], features that should not be negative; head h serves the value heads n h .. h n + n - 1 where HV = n H.
     v: [B T HV V].
-    eps: added to the denominator.
+    eps: added to the denominator, at least 0. A token that reads nothing, with an eps of 0, gives 0.
     segment_ids: [B T], the document of each token: documents do not read each other. A token of id < 0 is padding: nobody
       reads it, and its output is 0.
 
@@ -46,6 +47,7 @@ def bidirectional_linear_attention(
   Paper: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equation 5.
   """
   sizes = _check(q, k, v, segment_ids)
+  _shapes.check_not_negative("eps", eps)
   if 0 in q.shape or 0 in v.shape:
     return jnp.zeros((*q.shape[:2], sizes["HV"], sizes["V"]), v.dtype)
   return _normalized(q, k, v, segment_ids, eps)
@@ -128,8 +130,7 @@ def _check(q, k, v, segment_ids) -> dict[str, int]:
 @jax.jit
 def _normalized(q, k, v, segment_ids, eps):
   def read(q, k, v, documents, precision):
-    out = _read_all(q, k, jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1), documents, precision)
-    return out[..., :-1] / (out[..., -1:] + eps)
+    return divided(_read_all(q, k, with_ones(v), documents, precision), eps)
 
   return _over_real_tokens(read, q, k, v, segment_ids)
 

@@ -226,6 +226,18 @@ def test_chunk_size(op, chunk_size):
   )
 
 
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), None, "small"])
+def test_eps(eps):
+  one, expected = ones(1, 1, 1, 1), f"`eps` must be a number of at least 0; got {eps!r}."
+  assert error("normalized_linear_attention", eps=eps) == expected
+  for call_it in (
+    lambda: lajax.bidirectional_linear_attention(one, one, one, eps=eps),
+    lambda: lajax.recurrence.normalized_linear_attention_step((one, one[0]), one[0], one[0], one[0], eps=eps),
+  ):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+      call_it()
+
+
 @pytest.mark.parametrize("window", [0, -1])
 def test_window(window):
   assert "`window`" in error("attention", window=window)

@@ -237,7 +237,7 @@ def test_dtypes(case_id, dtype, x64):
 
 @pytest.mark.parametrize("impl", [pytest.param("recurrent", marks=pytest.mark.slow), "chunked"])
 def test_scale_and_no_initial_state(impl):
-  """scale multiplies what is read; no initial state is a state of zeros."""
+  """scale multiplies what is read, and may be an array, with a derivative; no initial state is a state of zeros."""
   case = CASES["linear_attention-head"]
   arrays = {name: x[:1].astype(np.float32) for name, x in cases.inputs(case.id, Shape(T=20), ("plain",)).items()}
   none = {name: x for name, x in arrays.items() if name != "initial_state"}
@@ -246,13 +246,15 @@ def test_scale_and_no_initial_state(impl):
   def run(none):
     zeros = none | {"initial_state": np.zeros_like(arrays["initial_state"])}
     op = functools.partial(lajax.linear_attention, impl=impl)
-    return op(**none), op(**zeros), op(**none, scale=0.7)
+    slope = jax.jacfwd(lambda scale: op(**none, scale=scale)[0])(0.7)
+    return op(**none), op(**zeros), op(**none, scale=0.7), slope
 
-  (o, state), with_zeros, scaled = run(none)
+  (o, state), with_zeros, scaled, slope = run(none)
   for got, want in (
     (with_zeros[0], o),
     (with_zeros[1], state),
     (scaled[0], 0.7 * np.sqrt(BASE.K) * o),
     (scaled[1], state),
+    (slope, np.sqrt(BASE.K) * o),
   ):
     assert cases.relative_rms(got, want) <= 1e-6

@@ -305,6 +305,40 @@ def test_a_gate_that_forgets_all_has_no_gradient(op):
   assert cases.relative_rms(gradient("chunked"), gradient("recurrent")) <= budget("gate")
 
 
+@pytest.mark.parametrize("impl", [*FORMS, "both ways"])
+def test_an_eps_of_0_where_nothing_is_read(impl):
+  """0 / 0 in padding, in what fills the last chunk, and of a query of zeros: an output of 0, and no NaN in any gradient."""
+  rng = np.random.default_rng(0)
+  q, k, v = np.abs(rng.standard_normal((3, 1, 37, 1, 4))).astype(np.float32)
+  ids = np.where(np.arange(37) % 6 == 5, -1, np.arange(37) // 20)[None]
+  q[:, 3] = 0
+
+  def run(q, k, v, impl):
+    op = functools.partial(lajax.normalized_linear_attention, impl=impl)
+    op = lajax.bidirectional_linear_attention if impl == "both ways" else op
+    found, back = jax.vjp(lambda *x: op(*x, eps=0.0, segment_ids=ids), q, k, v)
+    return *jax.tree.leaves(found), *back(found)
+
+  got = cases.quick_jit(functools.partial(run, impl=impl))(q, k, v)
+  assert not got[0][:, 3].any()
+  assert not got[0][ids < 0].any()
+  with jax.enable_x64(True):
+    reference = impl if impl == "both ways" else "recurrent"
+    want = cases.quick_jit(functools.partial(run, impl=reference))(*(x.astype(np.float64) for x in (q, k, v)))
+  assert all(np.isfinite(y).all() for y in want)
+  for x, y in zip(got, want, strict=True):
+    assert cases.relative_rms(x, y) <= budget("gradient")
+
+
+@pytest.mark.parametrize("impl", FORMS)
+def test_values_of_no_width_leave_the_normalizer(impl):
+  q, k, v = np.abs(np.random.default_rng(0).standard_normal((3, 1, 5, 1, 4))).astype(np.float32)
+  o, (S, z) = lajax.normalized_linear_attention(q, k, v[..., :0], impl=impl)
+  assert o.shape == (1, 5, 1, 0)
+  assert S.shape == (1, 1, 4, 0)
+  np.testing.assert_allclose(z, k.sum(1), rtol=1e-6)
+
+
 @pytest.mark.parametrize("impl", ["recurrent", "chunked"])
 def test_mlstm_keeps_a_weak_forget_gate_beside_large_input_gates(impl):
   """f + m_{t-1} - m_t is rounded to the spacing of m, unless the difference of the m is formed first. C and n are compared as

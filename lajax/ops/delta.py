@@ -11,7 +11,6 @@ from lajax._numerics import accumulation_dtype, product_precision
 from lajax.ops.run import Matrix, by_kernels, cast, first_state, run, scale_of, use_kernels
 from lajax.recurrence import delta_rule as _delta
 from lajax.recurrence import dplr as _dplr
-from lajax.recurrence import drive
 
 
 def delta_rule(
@@ -75,17 +74,9 @@ def delta_rule(
     tokens = (q, k, v, *(cast(x, jnp.float32) for x in (*strengths, g)))
     return by_kernels(kernels, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, beta, g, erase, write, initial_state), product_precision(q, k, v)
-  groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
-  if segment_ids is not None:  # before products of two inputs, so that NaN in padding stays out of gradients too
-    k, v, beta, erase, write = drive.blank_padding((k, v, beta, erase, write), segment_ids >= 0)
-  k = k.astype(dtype)
-  reads = writes = beta[..., None] if beta is not None else None
-  if erase is not None and write is not None:
-    reads, writes = erase, write
-  r, u = jnp.repeat(k, groups, axis=2) * cast(reads, dtype), v.astype(dtype) * cast(writes, dtype)
-  tokens = _delta.Tokens(q.astype(dtype) * scale_of(scale, sizes), k, r, u, cast(g, dtype))
+  tokens = _delta.Tokens(*(cast(x, dtype) for x in (q, k, v, beta if erase is None else erase, write, g)))
   state = first_state(initial_state, sizes, dtype)
-  o, state = run(_delta.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+  o, state = run(_delta.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
   return o.astype(v.dtype), state
 
 
@@ -195,15 +186,10 @@ def gated_oja(
     initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
   _shapes.check_not_nan(segment_ids, g=g, beta=beta)
-  groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   dtype, precision = accumulation_dtype(q, k, v, beta, g, initial_state), product_precision(q, k, v)
-  if segment_ids is not None:  # before products of two inputs, so that NaN in padding stays out of gradients too
-    k, v, beta = drive.blank_padding((k, v, beta), segment_ids >= 0)
-  v_wide, strength = v.astype(dtype), beta.astype(dtype)[..., None]
-  new = jnp.repeat(k.astype(dtype), groups, axis=2) * strength
-  tokens = _delta.Tokens(q.astype(dtype) * scale_of(scale, sizes), v_wide, v_wide * strength, new, cast(g, dtype))
+  tokens = _delta.Tokens(*(cast(x, dtype) for x in (q, v, k, beta, None, g)))  # keys and values exchanged
   state = jnp.swapaxes(first_state(initial_state, sizes, dtype), -1, -2)
-  o, state = run(_delta.by_rows, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+  o, state = run(_delta.by_rows, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
   return o.reshape(v.shape).astype(v.dtype), jnp.swapaxes(state, -1, -2)
 
 
@@ -258,8 +244,7 @@ def dplr(
     tokens = (q, k, v, a, b, cast(g, jnp.float32))
     return by_kernels(pallas.run_dplr, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
   dtype, precision = accumulation_dtype(q, k, v, a, b, g, initial_state), product_precision(q, k, v, a, b)
-  wide = lambda x: x.astype(dtype)
-  tokens = _dplr.Tokens(wide(q) * scale_of(scale, sizes), wide(k), wide(v), wide(a), wide(b), cast(g, dtype))
+  tokens = _dplr.Tokens(*(cast(x, dtype) for x in (q, k, v, a, b, g)))
   state = first_state(initial_state, sizes, dtype)
-  o, state = run(_dplr.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+  o, state = run(_dplr.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
   return o.astype(v.dtype), state

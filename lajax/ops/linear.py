@@ -79,10 +79,10 @@ def linear_attention(
     inputs = (q, k, v, cast(g, jnp.float32))
     o, state = by_kernels(kernels, supports, inputs, initial_state, segment_ids, sizes, scale, chunk_size)
   else:
-    tokens = _linear.Tokens(q.astype(dtype) * scale_of(scale, sizes), k.astype(dtype), v.astype(dtype), cast(g, dtype))
+    tokens = _linear.Tokens(*(cast(x, dtype) for x in (q, k, v, g)))
     state = first_state(initial_state, sizes, dtype)
     rule = _linear.rule if bonus is None else _linear.reading_before
-    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision)
+    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
   if bonus is not None:
     own = (q.astype(dtype) * scale_of(scale, sizes) * k.astype(dtype) * bonus.astype(dtype)).sum(-1)
     o = o + jnp.repeat(own, sizes["HV"] // sizes["H"], axis=2)[..., None] * v.astype(dtype)
@@ -126,7 +126,7 @@ def normalized_linear_attention(
     v: [B T HV V].
     g: log decay (natural), <= 0: None for none, [B T HV] for one a head, [B T HV K] for one a channel of the key.
     scale: of q; None for K^-1/2. It cancels but for eps.
-    eps: added to the denominator.
+    eps: added to the denominator, a number of at least 0. A token that reads nothing, with an eps of 0, gives 0.
     initial_state: (S [B HV K V], z [B HV K]), the state before the first token; None for zeros.
     segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
       first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
@@ -145,18 +145,27 @@ def normalized_linear_attention(
   Paper: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20.
   """
   initial, z = _shapes.check_parts("initial_state", initial_state, ("S", "z"))
-  _shapes.check(
+  sizes = _shapes.check(
     q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"),
     initial_state=(initial, "B HV K V"), initial_normalizer=(z, "B HV K"), segment_ids=(segment_ids, "B T", "int"),
   )  # fmt: skip
+  _shapes.check_not_nan(segment_ids, g=g)
+  _shapes.check_not_negative("eps", eps)
   joined = None if initial is None or z is None else jnp.concatenate([initial, z[..., None]], axis=-1)
-  values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # z is the state of a value that is always 1
-  out, state = linear_attention(
-    q, k, values.astype(accumulation_dtype(v)), g, scale=scale, initial_state=joined, segment_ids=segment_ids,
-    chunk_size=chunk_size, impl=impl,
-  )  # fmt: skip
-  o = out[..., :-1] / (out[..., -1:] + eps)
-  return o.astype(v.dtype), (state[..., :-1], state[..., -1])
+  dtype, precision = accumulation_dtype(q, k, v, g, initial, z), product_precision(q, k, v)
+  values = _linear.with_ones(v.astype(accumulation_dtype(v)))  # z is the state of a value that is always 1
+  supports = functools.partial(pallas.supports_linear_attention, q, k, values, g, joined, chunk_size=chunk_size)
+  if use_kernels(impl, supports, sizes):
+    o, state = linear_attention(
+      q, k, values, g, scale=scale, initial_state=joined, segment_ids=segment_ids, chunk_size=chunk_size, impl="pallas"
+    )  # fmt: skip
+    o = _linear.divided(o, eps)
+  else:
+    tokens = _linear.Tokens(*(cast(x, dtype) for x in (q, k, v, g)))
+    state = first_state(joined, sizes | {"V": sizes["V"] + 1}, dtype)
+    rule = _linear.normalized(float(eps))
+    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
+  return o[..., : sizes["V"]].astype(v.dtype), (state[..., :-1], state[..., -1])
 
 
 def mlstm(
@@ -214,7 +223,7 @@ def mlstm(
   joined = None
   if C is not None and n is not None:
     joined = _mlstm.rescaled(jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m, 1)
-  values = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1) * write[..., None]
+  values = _linear.with_ones(v.astype(dtype)) * write[..., None]
   out, state = linear_attention(
     q.astype(dtype), k.astype(dtype), values, g, scale=scale, initial_state=joined, segment_ids=segment_ids,
     chunk_size=chunk_size, impl=impl,

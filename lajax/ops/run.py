@@ -32,7 +32,8 @@ def first_state(initial, sizes, dtype):
   return initial.astype(dtype)
 
 
-def run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision):
+def run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale=None):
+  """The form `impl` of a rule; `scale` is a factor of the queries that tokens hold, None for none."""
   _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   _shapes.check_positive("chunk_size", chunk_size)
@@ -45,18 +46,20 @@ def run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision):
     return jnp.zeros((sizes["B"], sizes["T"], *state.shape[1:2], *state.shape[3:]), state.dtype), state
   by_channel = getattr(tokens, "g", None) is not None and tokens.g.ndim == 4
   chunk_size = chunk_size or (CHANNEL_CHUNK if by_channel else CHUNK)
-  return _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision)
+  if scale is not None and not (impl == "chunked" and isinstance(scale, int | float)):  # an array has derivatives
+    tokens, scale = tokens._replace(q=tokens.q * jnp.asarray(scale, tokens.q.dtype)), None
+  return _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision, scale)
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "impl", "chunk_size", "precision"))
-def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision):
+@functools.partial(jax.jit, static_argnames=("rule", "impl", "chunk_size", "precision", "scale"))
+def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision, scale):
   state = alike(state, tokens)
   runs = real = None
   if segment_ids is not None:
     runs, real = drive.segments(segment_ids)
     tokens = drive.blank_padding(tokens, real)
   if impl == "chunked":
-    o, state = drive.chunked(rule, tokens, state, runs, chunk_size=chunk_size, precision=precision)
+    o, state = drive.chunked(rule, tokens, state, runs, scale=scale, chunk_size=chunk_size, precision=precision)
   else:
     form = {"recurrent": drive.recurrent, "associative": drive.associative}[impl]
     o, state = form(rule, tokens, state, runs)

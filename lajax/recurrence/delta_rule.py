@@ -11,33 +11,49 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lajax._numerics import Decay, Masks, decay, diagonal, gate_pullback, transposed, unit_lower_inverse
-from lajax.recurrence.drive import Affine, Chunk, Rule
+from lajax.recurrence.drive import Affine, Chunk, Rule, prepared
 from lajax.recurrence.linear_attention import decay_state, token_decay
 
 
 class Tokens(NamedTuple):
-  """q is already scaled; r is what reads the old value, u the new value, both times their strength."""
+  """q is already scaled; erase and write are strengths, one a head or one a channel; a write of None is as erase."""
 
   q: Float[Array, "B T H K"]
   k: Float[Array, "B T H K"]
-  r: Float[Array, "B T HV K"]
-  u: Float[Array, "B T HV V"]
+  v: Float[Array, "B T HV V"]
+  erase: Float[Array, "B T HV"] | Float[Array, "B T HV K"]
+  write: Float[Array, "B T HV V"] | None
   g: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None
 
 
-def _step(state, x: Tokens):
+class Corrections(NamedTuple):
+  """r is what reads the old value, u the new value, both times their strength: [K] and [V], or [C K] and [C V] of a chunk."""
+
+  q: Float[Array, "*C K"]
+  k: Float[Array, "*C K"]
+  r: Float[Array, "*C K"]
+  u: Float[Array, "*C V"]
+  g: Float[Array, "*C"] | Float[Array, "*C K"] | None
+
+
+def _corrections(x: Tokens) -> Corrections:
+  times = lambda y, strength: y * strength.reshape(strength.shape + (1,) * (y.ndim - strength.ndim))
+  return Corrections(x.q, x.k, times(x.k, x.erase), times(x.v, x.erase if x.write is None else x.write), x.g)
+
+
+def _step(state, x: Corrections):
   state = decay_state(x.g, state)
   error = x.u - (state * x.r[:, None]).sum(0)
   state = state + x.k[:, None] * error[None, :]
   return state, _read(None, state, x)
 
 
-def _lift(x: Tokens) -> Affine:
+def _lift(x: Corrections) -> Affine:
   decay = token_decay(x.g, x.k) * jnp.ones_like(x.k)
   return Affine(jnp.diag(decay) - x.k[:, None] * (x.r * decay)[None, :], x.k[:, None] * x.u[None, :])
 
 
-def _read(before, after, x: Tokens):
+def _read(before, after, x: Corrections):
   return (after * x.q[:, None]).sum(0)
 
 
@@ -57,26 +73,26 @@ class _Solved(NamedTuple):
   WU: Float[Array, "C KV"]
 
 
-def _solve(x: Tokens, masks: Masks | None, precision) -> _Solved:
+def _solve(x: Corrections, masks: Masks | None, precision) -> _Solved:
   """The decays, P, T, and W and U side by side."""
   d = decay(x.g, len(x.k), x.k.dtype, masks)
   scores = d.scores(jnp.stack([x.q, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
   return _Solved(d, scores[:, 0], *_inverse(x, d, scores[:, 1], precision))
 
 
-def _inverse(x: Tokens, d: Decay, N: Float[Array, "C C"], precision) -> tuple[Array, Array]:
+def _inverse(x: Corrections, d: Decay, N: Float[Array, "C C"], precision) -> tuple[Array, Array]:
   """T, and W and U side by side."""
   T = unit_lower_inverse(jnp.tril(N, -1))
   return T, jnp.matmul(T, jnp.concatenate([x.r * d.head, x.u], axis=-1), precision=precision)
 
 
-def _chunk(x: Tokens, masks: Masks | None, precision) -> Chunk:
+def _chunk(x: Corrections, masks: Masks | None, precision) -> Chunk:
   s, K = _solve(x, masks, precision), x.k.shape[-1]
   written, read = (jnp.matmul(y, s.WU, precision=precision) for y in (transposed(x.k * s.d.tail), s.P))
   return Chunk(diagonal(s.d.total, K) - written[:, :K], written[:, K:], x.q * s.d.head - read[:, :K], read[:, K:])
 
 
-def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
+def _begin_pullback(x: Corrections, masks: Masks | None, do: Array, precision):
   s, full, K = _solve(x, masks, precision), partial(jnp.matmul, precision=precision), x.k.shape[-1]
   W = s.WU[:, :K]
   A = diagonal(s.d.total, K) - full(transposed(x.k * s.d.tail), W)
@@ -84,8 +100,8 @@ def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
 
 
 def _pullback(
-  x: Tokens, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision
-) -> Tokens:
+  x: Corrections, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision
+) -> Corrections:
   q, k, r, d, (C, K) = x.q, x.k, x.r, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
   values = kept.WU[:, K:] - full(kept.WU[:, :K], state)
@@ -100,10 +116,10 @@ def _pullback(
   if x.g is not None:
     total = d.total * (state * dstate).sum(-1)
     dg = gate_pullback(x.g, (readers * dreaders).sum(1), k * dk_pairs, k * dk_state, total)
-  return Tokens(dreaders[:, 0] + own * k, dk_pairs + dk_state + own * q, dreaders[:, 1], du, dg)
+  return Corrections(dreaders[:, 0] + own * k, dk_pairs + dk_state + own * q, dreaders[:, 1], du, dg)
 
 
-rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback)
+rule = prepared(Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback), _corrections)
 
 
 # --- read by rows ----------------------------------------------------------------------------------------------------
@@ -113,12 +129,12 @@ rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback)
 # With S^T for S this is Oja's rule, whose decay stands on the value side.
 
 
-def _step_by_rows(state, x: Tokens):
+def _step_by_rows(state, x: Corrections):
   state, _ = _step(state, x._replace(q=jnp.zeros_like(x.k)))
   return state, _read_rows(None, state, x)
 
 
-def _read_rows(before, after, x: Tokens):
+def _read_rows(before, after, x: Corrections):
   return (after * x.q[None, :]).sum(1)
 
 
@@ -131,7 +147,7 @@ class _Reads(NamedTuple):
   decay: Decay
 
 
-def _chunk_by_rows(x: Tokens, masks: Masks | None, precision) -> Chunk:
+def _chunk_by_rows(x: Corrections, masks: Masks | None, precision) -> Chunk:
   d, K = decay(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
   scores = d.scores(x.r[:, None], x.k[:, None], precision, careful=True)
   _, WU = _inverse(x, d, scores[:, 0, :, 0], precision)
@@ -156,7 +172,7 @@ class _SolvedByRows(NamedTuple):
   dvalues: Float[Array, "C V"]
 
 
-def _begin_pullback_by_rows(x: Tokens, masks: Masks | None, do: Array, precision):
+def _begin_pullback_by_rows(x: Corrections, masks: Masks | None, do: Array, precision):
   d, K = decay(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
   full = partial(jnp.matmul, precision=precision)
   scores = d.scores(jnp.stack([do, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
@@ -168,8 +184,8 @@ def _begin_pullback_by_rows(x: Tokens, masks: Masks | None, do: Array, precision
 
 
 def _pullback_by_rows(
-  x: Tokens, masks: Masks | None, kept: _SolvedByRows, state: Array, dstate: Array, do: Array, precision
-) -> Tokens:
+  x: Corrections, masks: Masks | None, kept: _SolvedByRows, state: Array, dstate: Array, do: Array, precision
+) -> Corrections:
   q, k, d, (C, K) = x.q, x.k, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
   values = kept.WU[:, K:] - full(kept.WU[:, :K], state)
@@ -185,9 +201,10 @@ def _pullback_by_rows(
     dg = gate_pullback(x.g, (readers * found).sum(1), k * dk_pairs, k * dk_state, total)
   dq = full(kept.dscores, values) + full(do * d.head, state)
   own = jnp.diagonal(scores[:, 0, :, 0])[:, None]
-  return Tokens(dq, dk_pairs + dk_state + own * do, found[:, 1], du, dg)
+  return Corrections(dq, dk_pairs + dk_state + own * do, found[:, 1], du, dg)
 
 
-by_rows = Rule(
+_by_rows = Rule(
   _step_by_rows, _lift, _read_rows, _chunk_by_rows, _begin_pullback_by_rows, _pullback_by_rows, _respond_by_rows
 )
+by_rows = prepared(_by_rows, _corrections)

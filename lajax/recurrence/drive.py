@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from lajax._numerics import segment_masks
+from lajax._numerics import alike, segment_masks
+from lajax.recurrence.heads import Heads, heads_of
 from lajax.recurrence.transforms import differentiable, join_batches
 
 TOKENS_BETWEEN_STATES = 64  # of the token scan: in its backward pass the states between are computed again
@@ -48,6 +49,9 @@ class Rule(NamedTuple):
   goes through the chunks in reverse. `begin_pullback` runs for many chunks at once and gives Affine(A, D), such that the
   cotangent of the state before a chunk is A^T dstate + D, and whatever `pullback` wants kept. `pullback` then gets the state
   before the chunk and the cotangent of the state after it.
+
+  What a token reads may be more than it puts out: `put_out` then makes the outputs of a chunk, which `step` and `read` give
+  already. The chunks' outputs O and their cotangents have the width of what is read.
   """
 
   step: Callable  # (state, token) -> (state, output): the paper's equation
@@ -57,6 +61,25 @@ class Rule(NamedTuple):
   begin_pullback: Callable  # (tokens, masks, do, precision) -> (Affine, kept)
   pullback: Callable  # (tokens, masks, kept, state, dstate, do, precision) -> cotangents of the tokens
   respond: Callable = jnp.matmul  # (R, state, precision=) -> R S
+  put_out: Callable | None = None  # what the chunk reads [C ..] -> (outputs [C V], kept)
+  put_out_pullback: Callable | None = None  # (kept, outputs, do) -> the cotangent of what the chunk reads
+
+
+def prepared(rule: Rule, prepare: Callable) -> Rule:
+  """The rule of tokens that `prepare` makes those of `rule` from, elementwise: in the driver's blocks, not in all of T."""
+
+  def pullback(x, masks, kept, state, dstate, do, precision):
+    made, back = jax.vjp(prepare, x)
+    return back(rule.pullback(made, masks, kept, state, dstate, do, precision))[0]
+
+  return rule._replace(
+    step=lambda state, x: rule.step(state, prepare(x)),
+    lift=lambda x: rule.lift(prepare(x)),
+    read=lambda before, after, x: rule.read(before, after, prepare(x)),
+    chunk=lambda x, masks, precision: rule.chunk(prepare(x), masks, precision),
+    begin_pullback=lambda x, masks, do, precision: rule.begin_pullback(prepare(x), masks, do, precision),
+    pullback=pullback,
+  )
 
 
 # --- maps of a state -------------------------------------------------------------------------------------------------
@@ -110,65 +133,12 @@ def run_before(runs: Int[Array, "B T"]) -> Int[Array, "B T"]:
   return jnp.concatenate([jnp.zeros_like(runs[:, :1]), runs[:, :-1]], axis=1)
 
 
-# --- heads -----------------------------------------------------------------------------------------------------------
-#
-# Rows are batch times heads of queries and keys, R = B H; each has a group of G value heads. Arrays are kept at few axes
-# ([R ..] or, where G > 1, [R G ..]): XLA's CPU products take no more than eight.
-
-
-class _Heads(NamedTuple):
-  B: int
-  H: int
-  G: int
-
-  def rows(self, x: Array) -> Array:
-    """State [B HV ..] -> [R (G) ..]."""
-    return x.reshape(self.B * self.H, *((self.G,) if self.G > 1 else ()), *x.shape[2:])
-
-  def unrows(self, x: Array) -> Array:
-    return x.reshape(self.B, self.H * self.G, *x.shape[1 if self.G == 1 else 2 :])
-
-  def grouped(self, x: Array) -> bool:
-    """Whether tokens [B T H or HV ..] have value heads that are more than the heads of the queries."""
-    return self.G > 1 and x.shape[2] == self.H * self.G
-
-  def split(self, x: Array) -> Array:
-    """Tokens [B T HV ..] -> [B T H G ..] where they are grouped."""
-    return x.reshape(*x.shape[:2], self.H, self.G, *x.shape[3:]) if self.grouped(x) else x
-
-  def axes(self, tokens):
-    """For each array of tokens, what to map over for the groups: 0, or None where the group shares it."""
-    return jax.tree.map(lambda x: 0 if self.grouped(x) else None, tokens)
-
-  def over(self, f: Callable, axes) -> Callable:
-    """Maps f(per row, tokens, *per value head) over the axes [R (G)]."""
-
-    def mapped(per_row, tokens, *rest):
-      g = f if self.G == 1 else jax.vmap(f, in_axes=(None, axes, *(0,) * len(rest)))
-      return jax.vmap(g)(per_row, tokens, *rest)
-
-    return mapped
-
-  def nest(self, f: Callable, extra: int = 0) -> Callable:
-    """Maps f over the axes [R (G)], and over more in front."""
-    return _nest(f, extra + (1 if self.G == 1 else 2))
-
-
-def _heads(tokens, state: Array) -> _Heads:
-  H = min(x.shape[2] for x in jax.tree.leaves(tokens))
-  return _Heads(state.shape[0], H, state.shape[1] // H)
-
-
-def _nest(f: Callable, axes: int) -> Callable:
-  return f if axes == 0 else jax.vmap(_nest(f, axes - 1))
-
-
 # --- over tokens -----------------------------------------------------------------------------------------------------
 
 
 def recurrent(rule: Rule, tokens, state: Array, runs: Array | None = None):
   """The equation, token by token. Of each 64 states the backward pass keeps one, or all where they are no larger than tokens."""
-  heads = _heads(tokens, state)
+  heads = heads_of(tokens, state)
   xs, changes = _token_major(heads, tokens, runs)
   step = heads.over(lambda change, x, s: rule.step(_reset(s, change), x), heads.axes(tokens))
   body = lambda s, x: step(x[1], x[0], s)
@@ -190,7 +160,7 @@ def recurrent(rule: Rule, tokens, state: Array, runs: Array | None = None):
   return _batch_major(heads, o), heads.unrows(state)
 
 
-def _token_major(heads: _Heads, tokens, runs):
+def _token_major(heads: Heads, tokens, runs):
   """Tokens as [T R (G) ..], and [T R]: where a document begins; None without documents."""
 
   def flat(x):
@@ -201,7 +171,7 @@ def _token_major(heads: _Heads, tokens, runs):
   return xs, None if runs is None else jnp.repeat((runs != run_before(runs)).T, heads.H, axis=1)
 
 
-def _batch_major(heads: _Heads, o: Array) -> Array:
+def _batch_major(heads: Heads, o: Array) -> Array:
   """[T R (G) V] -> [B T HV V]."""
   return jnp.moveaxis(o.reshape(len(o), heads.B, heads.H * heads.G, o.shape[-1]), 0, 1)
 
@@ -215,7 +185,7 @@ def _reset(state: Array, change: Array | None) -> Array:
 
 def associative(rule: Rule, tokens, state: Array, runs: Array | None = None):
   """All states at once, by `jax.lax.associative_scan` over the tokens' maps. Memory: T states."""
-  heads = _heads(tokens, state)
+  heads = heads_of(tokens, state)
   axes = heads.axes(tokens)
   xs, changes = _token_major(heads, tokens, runs)
 
@@ -236,25 +206,46 @@ def associative(rule: Rule, tokens, state: Array, runs: Array | None = None):
 # --- over chunks -----------------------------------------------------------------------------------------------------
 
 
-def chunked(rule: Rule, tokens, state: Array, runs: Array | None = None, *, chunk_size: int = 64, precision=None):
-  """Products inside chunks, a scan over the chunks' maps. The backward pass keeps the inputs and each chunk's first state."""
+def chunked(
+  rule: Rule,
+  tokens,
+  state: Array,
+  runs: Array | None = None,
+  *,
+  scale: float | None = None,
+  chunk_size: int = 64,
+  precision=None,
+):
+  """Products inside chunks, a scan over the chunks' maps. The backward pass keeps the inputs and each chunk's first state.
+
+  `scale` multiplies what tokens read: where reads are linear in the queries it is theirs, and costs no pass over memory.
+  """
   B, T = jax.tree.leaves(tokens)[0].shape[:2]
   plan = _plan(T, B * state.shape[1], chunk_size)
   missing = plan.C * plan.M * plan.blocks - T
   if missing:
     tokens = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)), tokens)
     runs = None if runs is None else jnp.pad(runs, [(0, 0), (0, missing)], mode="edge")
-  o, state = _swept(rule, plan, precision)((tokens, state), runs)
+  o, state = _swept(rule, plan, scale, precision)((tokens, state), runs)
   return o[:, :T], state
 
 
 @functools.lru_cache(maxsize=1024)
-def _swept(rule: Rule, plan: "_Plan", precision) -> Callable:
+def _swept(rule: Rule, plan: "_Plan", scale: float | None, precision) -> Callable:
   """(tokens, state), runs -> o, state, differentiable. One function for each plan: JAX traces its forward pass once."""
-  sweep = _Sweep(rule, plan, precision)
-  # A vmap of the caller's joins the batch, or the rows of the kept states [blocks M R ..].
-  keeping = jax.jit(join_batches(sweep.forward_keeping, (0, 0), (0, 2)))
-  return differentiable(keeping, sweep.forward, join_batches(sweep.pullback, (0, 0, 2, 0), 0))
+  sweep = _Sweep(rule, plan, scale, precision)
+  # A vmap of the caller's joins the batch, or the rows of what is kept of chunks [blocks M R ..].
+  kept = _Kept(2, 2, 0)
+  keeping = jax.jit(join_batches(sweep.forward_keeping, (0, 0), (0, kept)))
+  return differentiable(keeping, sweep.forward, join_batches(sweep.pullback, (0, 0, kept, 0), 0))
+
+
+class _Kept(NamedTuple):
+  """What the backward pass reads besides the inputs."""
+
+  starts: Any  # the state at the start of every chunk
+  put_out: Any = None  # what `Rule.put_out` keeps, of every chunk
+  outputs: Any = None  # [B T HV V], if there is a `put_out`
 
 
 class _Plan(NamedTuple):
@@ -282,55 +273,81 @@ class _Sweep(NamedTuple):
 
   rule: Rule
   plan: _Plan
+  scale: float | None
   precision: Any
 
   def forward(self, inputs, runs):
     return self.forward_keeping(inputs, runs)[0]
 
   def forward_keeping(self, inputs, runs):
-    """Outputs and final state, and the state at the start of every chunk."""
+    """Outputs and final state, and what is kept."""
     tokens, state = inputs
-    heads = _heads(tokens, state)
+    heads = heads_of(tokens, state)
     summary = heads.over(lambda r, x: self.rule.chunk(x, self._masks(r), self.precision), heads.axes(tokens))
 
-    def block(state, n):
+    def block(state, n, _):
       chunk = summary(self._runs(heads, runs, n), self._take(heads, tokens, n))
       body = lambda s, affine: (heads.nest(apply)(affine, s), s)
       state, starts = lax.scan(body, state, self._apart(Affine(chunk.A, chunk.B)))
       read = lambda R, S, O: self.rule.respond(R, S, precision=self.precision) + O
-      o = heads.nest(read)(chunk.R, self._together(starts), chunk.O)
-      return state, (self._give(heads, o, heads.G > 1), starts)
+      o, kept = self._scaled(heads.nest(read)(chunk.R, self._together(starts), chunk.O)), None
+      if self.rule.put_out is not None:
+        o, kept = heads.nest(self.rule.put_out)(o)
+      return state, self._give(heads, o, heads.G > 1), _Kept(starts, self._apart(kept))
 
-    state, (o, starts) = self._scan(block, heads.rows(state))
-    return (self._join(o), heads.unrows(state)), starts
+    like = jax.eval_shape(self.rule.read, state[0, 0], state[0, 0], jax.tree.map(lambda x: x[0, 0, 0], tokens))
+    like = jax.ShapeDtypeStruct((*jax.tree.leaves(tokens)[0].shape[:2], state.shape[1], *like.shape), like.dtype)
+    state, o, kept = self._over_blocks(block, heads.rows(state), like)
+    return (o, heads.unrows(state)), kept if self.rule.put_out is None else kept._replace(outputs=o)
 
-  def pullback(self, inputs, runs, starts, cotangents):
+  def pullback(self, inputs, runs, kept, cotangents):
     (tokens, _), (do, dstate) = inputs, cotangents
-    heads = _heads(tokens, dstate)
+    heads = heads_of(tokens, dstate)
     axes = heads.axes(tokens)
     begin = lambda r, xd: self.rule.begin_pullback(xd[0], self._masks(r), xd[1], self.precision)
     finish = lambda r, x, *rest: self.rule.pullback(x, self._masks(r), *rest, self.precision)
 
-    def block(dstate, n_starts):
-      n, starts = n_starts
+    def block(dstate, n, forward):
       r, x, d = self._runs(heads, runs, n), self._take(heads, tokens, n), self._take(heads, do, n)
-      back, kept = heads.over(begin, (axes, 0))(r, (x, d))
+      d = self._scaled(d)
+      if self.rule.put_out_pullback is not None:
+        o, put_out = self._take(heads, kept.outputs, n), self._together(forward.put_out)
+        d = heads.nest(self.rule.put_out_pullback)(put_out, o, d)
+      back, begun = heads.over(begin, (axes, 0))(r, (x, d))
       body = lambda s, affine: (heads.nest(_apply_transposed)(affine, s), s)
       dstate, dstates = lax.scan(body, dstate, self._apart(back), reverse=True)
-      dx = heads.over(finish, axes)(r, x, kept, self._together(starts), self._together(dstates), d)
+      dx = heads.over(finish, axes)(r, x, begun, self._together(forward.starts), self._together(dstates), d)
       give = lambda dx, x: self._give(heads, dx if heads.grouped(x) or heads.G == 1 else dx.sum(1), heads.grouped(x))
-      return dstate, jax.tree.map(give, dx, tokens)
+      return dstate, jax.tree.map(give, dx, tokens), None
 
-    dstate, dx = self._scan(block, heads.rows(dstate), starts, reverse=True)
-    return jax.tree.map(self._join, dx), heads.unrows(dstate)
+    each = kept._replace(outputs=None)
+    dstate, dx, _ = self._over_blocks(block, heads.rows(dstate), tokens, each, reverse=True)
+    return dx, heads.unrows(dstate)
 
-  def _scan(self, block, carry, starts=None, reverse=False):
-    n = jnp.arange(self.plan.blocks)
-    xs = n if starts is None else (n, starts)
-    if self.plan.blocks > 1:
-      return lax.scan(block, carry, xs, reverse=reverse)
-    carry, ys = block(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda y: y[None], ys)
+  def _over_blocks(self, block, carry, like, kept=None, reverse=False):
+    """Scans (carry, n, kept of n) -> (carry, part of the results, what is stacked); results [B T ..] are as `like`.
+
+    Parts are written where they belong. What is there before is never read, but differs between results: XLA would make one
+    array of equal ones, and copy it.
+    """
+    if self.plan.blocks == 1:
+      carry, results, stacked = block(carry, 0, jax.tree.map(lambda x: x[0], kept))
+      return carry, results, jax.tree.map(lambda y: y[None], stacked)
+    leaves, tree = jax.tree.flatten(like)
+    results = tree.unflatten([alike(jnp.full(x.shape, i, x.dtype), carry) for i, x in enumerate(leaves, reverse)])
+    length = self.plan.C * self.plan.M
+
+    def body(carried, x):
+      (carry, results), (n, kept) = carried, x
+      carry, parts, stacked = block(carry, n, kept)
+      put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, n * length, axis=1)
+      return (carry, jax.tree.map(put, results, parts)), stacked
+
+    (carry, results), stacked = lax.scan(body, (carry, results), (jnp.arange(self.plan.blocks), kept), reverse=reverse)
+    return carry, results, stacked
+
+  def _scaled(self, x):
+    return x if self.scale is None else x * self.scale
 
   def _slice(self, x, n):
     length = self.plan.C * self.plan.M
@@ -338,10 +355,10 @@ class _Sweep(NamedTuple):
 
   def _apart(self, tree):
     """[Z ..] -> [M R ..]."""
-    return jax.tree.map(lambda x: x.reshape(self.plan.M, -1, *x.shape[1:]), tree)
+    return jax.tree.map(lambda x: x.reshape(self.plan.M, len(x) // self.plan.M, *x.shape[1:]), tree)
 
-  def _together(self, x):
-    return x.reshape(-1, *x.shape[2:])
+  def _together(self, tree):
+    return jax.tree.map(lambda x: lax.collapse(x, 0, 2), tree)
 
   def _take(self, heads, tokens, n):
     """Of [B T H or HV ..], block n as [Z (G) C ..], copied into that order."""
@@ -351,7 +368,7 @@ class _Sweep(NamedTuple):
       x = x.reshape(heads.B, self.plan.M, self.plan.C, *x.shape[2:])
       front = (1, 0, 3, 4, 2) if many else (1, 0, 3, 2)
       x = jnp.transpose(x, (*front, *range(len(front), x.ndim)))
-      return lax.optimization_barrier(x.reshape(-1, *x.shape[3:]))
+      return lax.optimization_barrier(lax.collapse(x, 0, 3))
 
     return jax.tree.map(take, tokens)
 
@@ -360,12 +377,8 @@ class _Sweep(NamedTuple):
     x = x.reshape(self.plan.M, heads.B, heads.H, *x.shape[1:])
     back = (1, 0, 4, 2, 3) if grouped else (1, 0, 3, 2)
     x = jnp.transpose(x, (*back, *range(len(back), x.ndim)))
-    return x.reshape(heads.B, self.plan.M * self.plan.C, -1, *x.shape[len(back) :])
-
-  def _join(self, x):
-    """[blocks B L ..] -> [B T ..]."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+    x = lax.collapse(x, 3, len(back))
+    return x.reshape(heads.B, self.plan.M * self.plan.C, *x.shape[3:])
 
   def _runs(self, heads, runs, n):
     """The run of each token and of the token before each: [Z C]."""

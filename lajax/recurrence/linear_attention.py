@@ -1,13 +1,13 @@
-"""Additive state: S = Diag(exp g) S + k v^T, o = scale S^T q."""
+"""Additive state: S = Diag(exp g) S + k v^T, o = scale S^T q, which may be divided by its normalizer."""
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lajax._numerics import Decay, Masks, decay, following, gate_pullback, preceding, transposed
-from lajax.recurrence.drive import Affine, Chunk, Rule
+from lajax.recurrence.drive import Affine, Chunk, Rule, prepared
 
 
 class Tokens(NamedTuple):
@@ -106,3 +106,44 @@ def _rule(before: bool) -> Rule:
 
 rule = _rule(before=False)
 reading_before = _rule(before=True)  # o = scale S_{t-1}^T q
+
+
+# --- divided by the normalizer ---------------------------------------------------------------------------------------
+#
+# z is one more column of the state, of a value that is always 1: what a token reads are V + 1 numbers.
+
+
+def with_ones(v: Float[Array, "*C V"]) -> Float[Array, "*C V1"]:
+  return jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, 1)], constant_values=1)
+
+
+def divided(read: Float[Array, "*C V1"], eps: float) -> Float[Array, "*C V"]:
+  """o = numerator / (q.z + eps); 0 where both are 0: a token that reads nothing."""
+  return read[..., :-1] / _divisor(read[..., :-1], read[..., -1:] + eps)
+
+
+def _divisor(numerator: Array, denominator: Array) -> Array:
+  return jnp.where((numerator == 0) & (denominator == 0), 1, denominator)
+
+
+def _divided_pullback(denominator: Float[Array, "C 1"], o: Float[Array, "C V"], do: Float[Array, "C V"]) -> Array:
+  dnumerator = do / _divisor(o, denominator)
+  return jnp.concatenate([dnumerator, -(o * dnumerator).sum(-1, keepdims=True)], axis=-1)
+
+
+@lru_cache(maxsize=64)
+def normalized(eps: float) -> Rule:
+  """o = scale S^T q / (scale q.z + eps), of the state [K V+1] that holds S and z."""
+
+  def step(state, x: Tokens):
+    state, read = _step(state, x)
+    return state, divided(read, eps)
+
+  def read(before, after, x: Tokens):
+    return divided(_read(before, after, x), eps)
+
+  def put_out(read):
+    return divided(read, eps), read[..., -1:] + eps
+
+  of_values_with_ones = rule._replace(step=step, read=read, put_out=put_out, put_out_pullback=_divided_pullback)
+  return prepared(of_values_with_ones, lambda x: x._replace(v=with_ones(x.v)))

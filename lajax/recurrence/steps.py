@@ -53,10 +53,10 @@ def normalized_linear_attention_step(
   """One token of `lajax.normalized_linear_attention`: as `linear_attention_step`, divided by scale q.z + eps."""
   S, z = _shapes.check_parts("state", state, ("S", "z"))
   _shapes.check(v=(v, "B HV V"), S=(S, "B HV K V"), z=(z, "B HV K"))
-  wide = accumulation_dtype(v, S)
-  values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1).astype(wide)
-  joined, out = linear_attention_step(jnp.concatenate([S, z[..., None]], axis=-1), q, k, values, g, scale=scale)
-  return (joined[..., :-1], joined[..., -1]), (out[..., :-1] / (out[..., -1:] + eps)).astype(v.dtype)
+  _shapes.check_not_negative("eps", eps)
+  values = linear_attention.with_ones(v).astype(accumulation_dtype(v, S))
+  joined, read = linear_attention_step(jnp.concatenate([S, z[..., None]], axis=-1), q, k, values, g, scale=scale)
+  return (joined[..., :-1], joined[..., -1]), linear_attention.divided(read, eps).astype(v.dtype)
 
 
 def delta_rule_step(
@@ -79,9 +79,8 @@ def delta_rule_step(
   _shapes.check_strengths(beta, erase, write)
   dtype = accumulation_dtype(q, k, v, beta, g, erase, write, state)
   wide = _heads(sizes, dtype)
-  b = wide(erase) if beta is None else wide(beta)[..., None]
-  w = wide(write) if beta is None else wide(beta)[..., None]
-  tokens = delta_rule.Tokens(wide(q) * _scale(scale, sizes), wide(k), wide(k) * b, wide(v) * w, wide(g))
+  erase = beta if erase is None else erase
+  tokens = delta_rule.Tokens(wide(q) * _scale(scale, sizes), *map(wide, (k, v, erase, write, g)))
   return _step(delta_rule.rule, state.astype(dtype), tokens, v.dtype)
 
 
@@ -137,8 +136,7 @@ def gated_oja_step(
   )
   dtype = accumulation_dtype(q, k, v, beta, g, state)
   wide = _heads(sizes, dtype)
-  strength = wide(beta)[..., None]
-  tokens = delta_rule.Tokens(wide(q) * _scale(scale, sizes), wide(v), wide(v) * strength, wide(k) * strength, wide(g))
+  tokens = delta_rule.Tokens(wide(q) * _scale(scale, sizes), *map(wide, (v, k, beta, None, g)))
   turned, o = _step(delta_rule.by_rows, jnp.swapaxes(state.astype(dtype), -1, -2), tokens, v.dtype)
   return jnp.swapaxes(turned, -1, -2), o
 
@@ -184,7 +182,7 @@ def mlstm_step(
   top, g, write = (
     x[:, 0] for x in mlstm.stabilise(i.astype(dtype)[:, None], f.astype(dtype)[:, None], m.astype(dtype), None)
   )
-  values = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1) * write[..., None]
+  values = linear_attention.with_ones(v.astype(dtype)) * write[..., None]
   joined = mlstm.rescaled(jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m.astype(dtype), 1)
   joined, out = linear_attention_step(joined, q, k, values, g, scale=scale)
   o = out[..., :-1] * mlstm.normalizer(out[..., -1:], top[..., None])
