@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
@@ -153,11 +154,12 @@ def normalized_linear_attention(
   _shapes.check_not_negative("eps", eps)
   joined = None if initial is None or z is None else jnp.concatenate([initial, z[..., None]], axis=-1)
   dtype, precision = accumulation_dtype(q, k, v, g, initial, z), product_precision(q, k, v)
-  values = _linear.with_ones(v.astype(accumulation_dtype(v)))  # z is the state of a value that is always 1
+  widened = lambda v: _linear.with_ones(v.astype(accumulation_dtype(v)))  # z is the state of a value that is always 1
+  values = jax.eval_shape(widened, v)
   supports = functools.partial(pallas.supports_linear_attention, q, k, values, g, joined, chunk_size=chunk_size)
   if use_kernels(impl, supports, sizes):
     o, state = linear_attention(
-      q, k, values, g, scale=scale, initial_state=joined, segment_ids=segment_ids, chunk_size=chunk_size, impl="pallas"
+      q, k, widened(v), g, scale=scale, initial_state=joined, segment_ids=segment_ids, chunk_size=chunk_size, impl="pallas"
     )  # fmt: skip
     o = _linear.divided(o, eps)
   else:
