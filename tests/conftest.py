@@ -67,6 +67,16 @@ def x64():
     yield
 
 
+@pytest.fixture
+def quick_compiles():
+  """Code that jits by itself (experiments, README's examples) compiles without LLVM's optimisation, as `cases.quick_jit` does."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.read(name)
+  jax.config.update(name, jax.default_backend() == "cpu")
+  yield
+  jax.config.update(name, before)
+
+
 TOGETHER = {  # files that share compiled functions: one process runs them, as it does the tests of any one file
   **dict.fromkeys(("test_forms", "test_laws", "test_traps", "test_properties", "test_oracle"), "forms"),
   **dict.fromkeys(("test_pallas", "test_pallas_delta", "test_pallas_dplr"), "kernels"),

@@ -43,6 +43,7 @@ def small_model() -> RecallModel:
   return RecallModel(32, 16, layers, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.slow
 def test_loss_reads_only_the_masked_positions_and_equals_that_of_all():
   inputs, targets, mask = mqar(jax.random.key(0), 4, vocab_size=32, length=16, pairs=3)
@@ -58,6 +59,7 @@ def test_loss_reads_only_the_masked_positions_and_equals_that_of_all():
   assert ((padded == -1).sum(1) == 2).all()
 
 
+@pytest.mark.usefixtures("quick_compiles")
 def test_model_continues_from_its_state():
   tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 32)
   model = small_model()
@@ -286,6 +288,7 @@ def test_published_figures_stand_beside_ours():
 # --- training ---
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.slow
 def test_a_run_ends_after_its_steps_and_depends_on_its_seed_alone():
   run = small_run(eval_every=3, steps=4)
@@ -326,6 +329,7 @@ def test_the_command_trains_writes_draws_and_resumes(tmp_path):
   assert len(read(tmp_path / "results.jsonl")) == 4
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.slow
 def test_a_mixture_trains_one_model_on_several_kinds_of_rows():
   config = experiment.parse(

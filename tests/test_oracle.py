@@ -291,6 +291,8 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
   (through,), (direct, _) = pull_arguments(gradients), pull_output(file["ct"]["o"])
   found = {"out o": y} | {f"grad {k}": through[k] + direct[k] for k in values}
   found |= {f"out {STATES[k]}": x for k, x in zip(states, out_states, strict=True)}
+  if "g" in gradients and "A_log" in values:
+    found["size A_log"] = np.sqrt(np.mean(np.sum((arguments["g"] * gradients["g"]) ** 2, axis=(0, 1))))
   return found | {f"grad {k}": x for k, x in zip(states, state_gradients, strict=True) if k in file["in"]}
 
 
@@ -298,12 +300,15 @@ def check(name: str, impl: str, dtype: str, stacked: bool):
   file, case = load(name), CASES[ADAPTERS[name.split("__")[0]].case]
   found = run(name, impl, dtype, stacked)
   wanted = {f"out {k}": x for k, x in file["out"].items()} | {f"grad {k}": x for k, x in file["grad"].items()}
+  # A parameter of all tokens: its gradient is a sum of terms g dg that may cancel (mamba2_ssd__T17: of 18 and 36 to 0.11 and
+  # 1.3). It is measured against the error that the budget of dg allows, one of each term: the root of the sum of squares.
+  floors = {f"grad {key.split()[1]}": found.pop(key) for key in [*found] if key.startswith("size")}
   assert set(found) == set(wanted)
   misses = {}
   for key, want in wanted.items():
     part, k = key.split()
     kind = "value" if part == "out" else "gate" if k in GATES else "gradient"
-    floor = cases.CANCELLATION if part == "grad" and case.op == "attention" and k != "v" else 0.0
+    floor = cases.CANCELLATION if part == "grad" and case.op == "attention" and k != "v" else floors.get(key, 0.0)
     error = cases.relative_rms(found[key], want, floor)
     if not error <= cases.BUDGET[dtype][kind]:
       misses[key] = f"relative RMS {error:.2e}, budget {cases.BUDGET[dtype][kind]:.0e}"

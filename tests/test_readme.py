@@ -27,6 +27,7 @@ def test_there_is_a_readme_with_examples():
   assert blocks("python")
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(
   ("line", "source"),
   [
