@@ -46,19 +46,19 @@ def check(rows):
 @compiles
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("architecture", "dtype", "family", "gate"),
+  ("architecture", "dtype", "family", "gate", "D"),
   [
-    ("sm_90a", "bfloat16", "linear_attention", "head"),
-    ("sm_90a", "bfloat16", "delta_rule", "head"),
-    ("sm_86", "float32", "dplr", "channel"),
-    ("sm_80", "bfloat16", "attention", "none"),
-    ("sm_90a", "float32", "linear_recurrence", "none"),
-    ("sm_90a", "bfloat16", "short_conv", "none"),
-    ("sm_80", "float32", "gated_rms_norm", "none"),
+    ("sm_90a", "bfloat16", "linear_attention", "head", 128),
+    ("sm_90a", "bfloat16", "delta_rule", "head", 128),
+    ("sm_86", "float32", "dplr", "channel", 64),
+    ("sm_80", "bfloat16", "attention", "none", 128),
+    ("sm_90a", "float32", "linear_recurrence", "none", 128),
+    ("sm_90a", "bfloat16", "short_conv", "none", 128),
+    ("sm_80", "float32", "gated_rms_norm", "none", 128),
   ],
 )
-def test_compiled_kernels(architecture, dtype, family, gate):
-  case = Case(family, gate, 128, dtype)
+def test_compiled_kernels(architecture, dtype, family, gate, D):
+  case = Case(family, gate, D, dtype)
   rows = compiled.facts([architecture], [case])
   assert {row.kernel for row in rows} == set(kernels(case))
   check(rows)
