@@ -124,10 +124,28 @@ def check_option(name: str, value, allowed: Sequence) -> None:
     raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
 
 
+def _finite(value) -> bool:
+  """Whether it is a finite number, of Python or NumPy."""
+  return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
 def check_not_negative(name: str, value) -> None:
-  """ValueError where a number is not one, is NaN, or is below 0."""
-  if not isinstance(value, int | float | np.number) or not value >= 0:
+  """ValueError where a number is not one, is not finite, or is below 0."""
+  if not _finite(value) or value < 0:
     raise ValueError(f"`{name}` must be a number of at least 0; got {value!r}.")
+
+
+def scale_of(scale, sizes: Mapping[str, int]) -> float | jax.Array:
+  """The factor of the queries: a number, or an array without axes; None for K^-1/2. ValueError else."""
+  if scale is None:
+    return max(sizes["K"], 1) ** -0.5
+  kinds = jnp.floating, jnp.integer
+  if isinstance(scale, jax.Array | np.ndarray) and scale.ndim == 0 and any(jnp.issubdtype(scale.dtype, x) for x in kinds):
+    return jnp.asarray(scale)
+  if not _finite(scale):
+    got = f"shape {scale.shape} of {scale.dtype}" if isinstance(scale, jax.Array | np.ndarray) else repr(scale)
+    raise ValueError(f"`scale` must be a finite number, an array of one without axes, or None for K^-1/2; got {got}.")
+  return float(scale)
 
 
 def check_positive(name: str, value) -> None:

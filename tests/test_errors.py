@@ -226,7 +226,14 @@ def test_chunk_size(op, chunk_size):
   )
 
 
-@pytest.mark.parametrize("eps", [-1e-6, float("nan"), None, "small"])
+@pytest.mark.parametrize("op", [op for op in OPS if op != "linear_recurrence"])
+@pytest.mark.parametrize("scale", ["1", float("nan"), True, np.ones(K), jnp.ones((B, T, H, K))], ids=["text", "nan", "bool", "K", "BTHK"])
+def test_scale(op, scale):
+  """An array would broadcast against the queries."""
+  assert "`scale` must be a finite number, an array of one without axes, or None for K^-1/2" in error(op, scale=scale)
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), True, None, "small"])
 def test_eps(eps):
   one, expected = ones(1, 1, 1, 1), f"`eps` must be a number of at least 0; got {eps!r}."
   assert error("normalized_linear_attention", eps=eps) == expected

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from lajax import _shapes, pallas
 from lajax._numerics import accumulation_dtype, product_precision
-from lajax.ops.run import Matrix, by_kernels, cast, first_state, run, scale_of, use_kernels
+from lajax.ops.run import Matrix, by_kernels, cast, first_state, run, use_kernels
 from lajax.recurrence import delta_rule as _delta
 from lajax.recurrence import dplr as _dplr
 
@@ -76,7 +76,7 @@ def delta_rule(
   dtype, precision = accumulation_dtype(q, k, v, beta, g, erase, write, initial_state), product_precision(q, k, v)
   tokens = _delta.Tokens(*(cast(x, dtype) for x in (q, k, v, beta if erase is None else erase, write, g)))
   state = first_state(initial_state, sizes, dtype)
-  o, state = run(_delta.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
+  o, state = run(_delta.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
   return o.astype(v.dtype), state
 
 
@@ -189,7 +189,7 @@ def gated_oja(
   dtype, precision = accumulation_dtype(q, k, v, beta, g, initial_state), product_precision(q, k, v)
   tokens = _delta.Tokens(*(cast(x, dtype) for x in (q, v, k, beta, None, g)))  # keys and values exchanged
   state = jnp.swapaxes(first_state(initial_state, sizes, dtype), -1, -2)
-  o, state = run(_delta.by_rows, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
+  o, state = run(_delta.by_rows, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
   return o.reshape(v.shape).astype(v.dtype), jnp.swapaxes(state, -1, -2)
 
 
@@ -246,5 +246,5 @@ def dplr(
   dtype, precision = accumulation_dtype(q, k, v, a, b, g, initial_state), product_precision(q, k, v, a, b)
   tokens = _dplr.Tokens(*(cast(x, dtype) for x in (q, k, v, a, b, g)))
   state = first_state(initial_state, sizes, dtype)
-  o, state = run(_dplr.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
+  o, state = run(_dplr.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
   return o.astype(v.dtype), state

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from lajax import _shapes, pallas
 from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision
-from lajax.ops.run import Matrix, by_kernels, cast, first_state, run, scale_of, use_kernels
+from lajax.ops.run import Matrix, by_kernels, cast, first_state, run, use_kernels
 from lajax.recurrence import drive
 from lajax.recurrence import linear_attention as _linear
 from lajax.recurrence import mlstm as _mlstm
@@ -83,9 +83,9 @@ def linear_attention(
     tokens = _linear.Tokens(*(cast(x, dtype) for x in (q, k, v, g)))
     state = first_state(initial_state, sizes, dtype)
     rule = _linear.rule if bonus is None else _linear.reading_before
-    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
+    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
   if bonus is not None:
-    own = (q.astype(dtype) * scale_of(scale, sizes) * k.astype(dtype) * bonus.astype(dtype)).sum(-1)
+    own = (q.astype(dtype) * _shapes.scale_of(scale, sizes) * k.astype(dtype) * bonus.astype(dtype)).sum(-1)
     o = o + jnp.repeat(own, sizes["HV"] // sizes["H"], axis=2)[..., None] * v.astype(dtype)
   return o.astype(v.dtype), state
 
@@ -166,7 +166,7 @@ def normalized_linear_attention(
     tokens = _linear.Tokens(*(cast(x, dtype) for x in (q, k, v, g)))
     state = first_state(joined, sizes | {"V": sizes["V"] + 1}, dtype)
     rule = _linear.normalized(float(eps))
-    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale_of(scale, sizes))
+    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
   return o[..., : sizes["V"]].astype(v.dtype), (state[..., :-1], state[..., -1])
 
 

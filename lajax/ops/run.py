@@ -22,10 +22,6 @@ def cast(x, dtype) -> Any:
   return None if x is None else x.astype(dtype)
 
 
-def scale_of(scale: float | None, sizes) -> float:
-  return max(sizes["K"], 1) ** -0.5 if scale is None else scale
-
-
 def first_state(initial, sizes, dtype):
   if initial is None:
     return jnp.zeros((sizes["B"], sizes["HV"], sizes["K"], sizes["V"]), dtype)
@@ -46,7 +42,7 @@ def run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, sc
     return jnp.zeros((sizes["B"], sizes["T"], *state.shape[1:2], *state.shape[3:]), state.dtype), state
   by_channel = getattr(tokens, "g", None) is not None and tokens.g.ndim == 4
   chunk_size = chunk_size or (CHANNEL_CHUNK if by_channel else CHUNK)
-  if scale is not None and not (impl == "chunked" and isinstance(scale, int | float)):  # an array has derivatives
+  if scale is not None and not (impl == "chunked" and isinstance(scale, float)):  # an array has derivatives
     tokens, scale = tokens._replace(q=tokens.q * jnp.asarray(scale, tokens.q.dtype)), None
   return _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision, scale)
 
@@ -90,7 +86,7 @@ def by_kernels(
   state = first_state(initial_state, sizes, jnp.float32)
   if 0 in v.shape or 0 in state.shape:
     return jnp.zeros(v.shape, v.dtype), state
-  return _compute_by_kernels(kernels, tokens, state, segment_ids, float(scale_of(scale, sizes)))
+  return _compute_by_kernels(kernels, tokens, state, segment_ids, float(_shapes.scale_of(scale, sizes)))
 
 
 @functools.partial(jax.jit, static_argnames=("kernels", "scale"))

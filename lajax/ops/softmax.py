@@ -75,6 +75,7 @@ def attention(
     raise ValueError(
       "`log_forget` needs causal=True: a gate stands between a token and those before it; got causal=False."
     )
+  factor = _shapes.scale_of(scale, sizes)
   supports = functools.partial(pallas.supports_attention, q, k, v, sink, log_forget)
   kernels = use_kernels(impl, supports, sizes)
   if kernels:
@@ -85,7 +86,7 @@ def attention(
     raise ValueError(
       "`scale` must be a number known when the function is traced; got a traced array. Multiply `q` by it."
     )
-  scale = sizes["K"] ** -0.5 if scale is None else float(scale)
+  scale = float(factor)
   if kernels and impl == "auto" and window is None and sink is None and segment_ids is None and _cudnn_takes(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
   if kernels:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from lajax import _shapes
 from lajax._numerics import accumulation_dtype, alike, product_precision
 
 BLOCK = 256  # queries and keys in a block
@@ -96,7 +97,7 @@ def attend(
   dtype, precision = accumulation_dtype(q, k, v, sink, log_forget), product_precision(q, k, v)
   H, HK, K = q.shape[2], k.shape[2], q.shape[3]
   heads = lambda x: x.reshape(*x.shape[:2], HK, H // HK, *x.shape[3:])
-  queries = heads(q.astype(dtype) * (K**-0.5 if scale is None else scale))
+  queries = heads(q.astype(dtype) * _shapes.scale_of(scale, {"K": K}))
   gates = None if log_forget is None else heads(log_forget.astype(dtype))
   start = _start(sink, q.shape, v.shape[-1], HK, dtype)
   form = {"chunked": _chunked, "recurrent": _recurrent, "associative": _associative}[impl]

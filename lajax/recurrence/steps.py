@@ -32,7 +32,7 @@ def linear_attention_step(
   )  # fmt: skip
   dtype = accumulation_dtype(q, k, v, g, bonus, state)
   wide = _heads(sizes, dtype)
-  tokens = linear_attention.Tokens(wide(q) * _scale(scale, sizes), wide(k), wide(v), wide(g))
+  tokens = linear_attention.Tokens(wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(g))
   if bonus is None:
     return _step(linear_attention.rule, state.astype(dtype), tokens, v.dtype)
   state, o = _step(linear_attention.reading_before, state.astype(dtype), tokens, dtype)
@@ -80,7 +80,7 @@ def delta_rule_step(
   dtype = accumulation_dtype(q, k, v, beta, g, erase, write, state)
   wide = _heads(sizes, dtype)
   erase = beta if erase is None else erase
-  tokens = delta_rule.Tokens(wide(q) * _scale(scale, sizes), *map(wide, (k, v, erase, write, g)))
+  tokens = delta_rule.Tokens(wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (k, v, erase, write, g)))
   return _step(delta_rule.rule, state.astype(dtype), tokens, v.dtype)
 
 
@@ -111,7 +111,7 @@ def delta_product_step(
 
   first = lambda x: jnp.moveaxis(x.astype(dtype), 1, 0)
   state, _ = jax.lax.scan(correct, state, (first(k), first(v), first(beta)))
-  o = (state * (wide(q) * _scale(scale, sizes))[..., None]).sum(-2)
+  o = (state * (wide(q) * _shapes.scale_of(scale, sizes))[..., None]).sum(-2)
   return state, o.astype(v.dtype)
 
 
@@ -136,7 +136,7 @@ def gated_oja_step(
   )
   dtype = accumulation_dtype(q, k, v, beta, g, state)
   wide = _heads(sizes, dtype)
-  tokens = delta_rule.Tokens(wide(q) * _scale(scale, sizes), *map(wide, (v, k, beta, None, g)))
+  tokens = delta_rule.Tokens(wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (v, k, beta, None, g)))
   turned, o = _step(delta_rule.by_rows, jnp.swapaxes(state.astype(dtype), -1, -2), tokens, v.dtype)
   return jnp.swapaxes(turned, -1, -2), o
 
@@ -159,7 +159,7 @@ def dplr_step(
   )  # fmt: skip
   dtype = accumulation_dtype(q, k, v, a, b, g, state)
   wide = _heads(sizes, dtype)
-  tokens = dplr.Tokens(wide(q) * _scale(scale, sizes), wide(k), wide(v), wide(a), wide(b), wide(g))
+  tokens = dplr.Tokens(wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(a), wide(b), wide(g))
   return _step(dplr.rule, state.astype(dtype), tokens, v.dtype)
 
 
@@ -214,10 +214,6 @@ def _heads(sizes, dtype) -> Callable[[Any], Any]:
     return jnp.repeat(x.astype(dtype), groups if x.shape[1] == sizes["H"] else 1, axis=1)
 
   return wide
-
-
-def _scale(scale, sizes) -> float:
-  return max(sizes["K"], 1) ** -0.5 if scale is None else scale
 
 
 def _step(rule, state, tokens, dtype):
