@@ -11,10 +11,14 @@ was waiting (more than half of the CPU time is compilation).
 
 Expected on two CPU cores: of each core op with a matrix state `chunked` has the fastest forward+backward, at least 3
 times as fast as a naive token scan; its time grows linearly (slope at most 1.05, attention apart); decoding does not
-feel the position. The cheapest ops may show a slope up to 1.09: glibc gives arrays of 16 MiB and more back to the system
-after each call, and taking them anew, page by page, is a tenth of the time at 32k tokens. To leave that out:
+feel the position.
 
-    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 python experiments/speed.py --scaling
+With --scaling, memory that is freed stays in the process (`allocator.py`; --keep-memory no: it does not). As glibc is by
+default, the system takes large arrays back after each call and zeroes their pages when they are needed again, a fifth of
+the time of the cheapest ops at 32k tokens, and their slope is up to 1.10. For a program of your own that computes on a
+CPU with such arrays:
+
+    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_ARENA_MAX=1 python ...
 
 All programs are compiled first, one after the other, then run in rounds, each once a round, so that a change of the
 machine's load meets all of them alike. Figures are medians over the rounds; the ratio is the median over the rounds
@@ -30,6 +34,7 @@ import time
 
 import no_gpu  # isort: skip  # noqa: F401  # before jax
 import jax
+from allocator import keep_freed_memory
 from recall_results import append, versions
 from rich.console import Console
 from speed_baselines import installed
@@ -40,11 +45,13 @@ from speed_timing import decode, measure, plan, scaling
 
 def main() -> None:
   config = parse(sys.argv[1:])
+  keep = config.keep_memory == "yes" or (config.keep_memory == "auto" and config.scaling)
+  kept = keep and keep_freed_memory()
   choose_device(config)
-  run(config, Console(width=None if sys.stdout.isatty() else 160, highlight=False))
+  run(config, Console(width=None if sys.stdout.isatty() else 160, highlight=False), kept)
 
 
-def run(config: Config, console: Console) -> None:
+def run(config: Config, console: Console, kept: bool = False) -> None:
   started = time.perf_counter()
   config = dataclasses.replace(config, forms=config.forms or FORMS[: 5 if platform() == "gpu" else 4])
   others, missing = ({}, "") if config.no_baselines else installed(platform())
@@ -62,10 +69,12 @@ def run(config: Config, console: Console) -> None:
     scaled = scaling(config, console)
     console.print(scaling_table(config, scaled))
     lines += scaled
-  console.print(f"Wall time of one process on a shared machine: {describe_device()}, jax {jax.__version__}.")
+  memory = "memory that is freed stays in it" if kept else "memory that is freed is the allocator's to give back"
+  console.print(f"Wall time of one process on a shared machine, {memory}: {describe_device()}, jax {jax.__version__}.")
   if config.out:
     for line in lines:
-      append(config.out, line | {"config": as_json(config), "versions": versions() | {"device": describe_device()}})
+      made = {"versions": versions() | {"device": describe_device()}, "memory_kept": kept}
+      append(config.out, line | {"config": as_json(config)} | made)
     console.print(f"{len(lines)} lines added to {config.out}")
   console.print(f"{time.perf_counter() - started:.0f} seconds in all, {time.process_time():.0f} of CPU time")
 

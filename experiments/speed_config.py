@@ -48,6 +48,8 @@ class Config:
   """Also time the chunked form over the numbers of tokens in --lengths."""
   lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
   """Of --scaling."""
+  keep_memory: Literal["auto", "yes", "no"] = "auto"
+  """Whether freed memory stays in the process, where glibc can do that (allocator.py); auto: with --scaling."""
   positions: tuple[int, ...] = (100, 100_000)
   """Tokens before the one whose decoding is timed."""
   out: pathlib.Path | None = None

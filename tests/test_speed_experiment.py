@@ -5,6 +5,8 @@ import functools
 import io
 import json
 import pathlib
+import platform
+import subprocess
 import sys
 
 import jax
@@ -88,6 +90,29 @@ def test_a_form_that_an_op_does_not_have_says_so():
   (row,) = measure(TINY, [Row("gated_oja", "pallas", TINY.length)], Console(file=io.StringIO()))
   assert row.both is None
   assert "no kernel" in row.why_not
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator can be told to keep memory")
+def test_kept_memory_is_not_taken_anew():
+  code = """
+import resource
+from allocator import keep_freed_memory
+def faults():
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  for _ in range(4):
+    bytes([1]) * 2**26
+  return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+freed, kept = faults(), keep_freed_memory()
+faults()
+print(kept, freed, faults())
+"""
+  run = subprocess.run(
+    [sys.executable, "-c", code], cwd=ROOT / "experiments", capture_output=True, text=True, timeout=60, check=True
+  )
+  kept, freed, after = run.stdout.split()
+  assert kept == "True"
+  assert int(after) <= 4  # pages, of 4 times 64 MiB
+  assert int(freed) > 100
 
 
 @pytest.mark.parametrize(
