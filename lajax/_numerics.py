@@ -51,6 +51,16 @@ def transposed(x: Array) -> Array:
   return lax.optimization_barrier(jnp.swapaxes(x, -1, -2))
 
 
+def row_sums(x: Float[Array, "*M K"]) -> Float[Array, "*M 1"]:
+  """Sums over the last axis, as a product with ones: XLA's CPU compiler makes one loop of it, and three of a reduction."""
+  return jnp.matmul(x, alike(jnp.ones((x.shape[-1], 1), x.dtype), x), precision=lax.Precision.HIGHEST)
+
+
+def spread(x: Float[Array, "*M"], size: int) -> Float[Array, "*M K"]:
+  """x in each of `size` columns, so that its cotangent is made by `row_sums`."""
+  return jnp.matmul(x[..., None], alike(jnp.ones((1, size), x.dtype), x), precision=lax.Precision.HIGHEST)
+
+
 def diagonal(x: Array, size: int) -> Float[Array, "K K"]:
   """Diag(x), of [K] numbers, or of one for all."""
   return jnp.where(np.eye(size, dtype=bool), x, jnp.zeros((), x.dtype))
@@ -70,7 +80,8 @@ def diagonal(x: Array, size: int) -> Float[Array, "K K"]:
 # Per channel, between(i, j) would be C C K numbers. Instead, an aligned block of 2h tokens is two halves: for i in the later
 # and j in the earlier one, between(i, j) = (product from the later half's start to i) (product after j to the earlier half's
 # end). So each size h = 1, 2, 4, .. C/2 gives the scores of its pairs of halves as one product of matrices, both factors of
-# which decay; and the products over halves of size 2h follow from those of size h by one multiplication.
+# which decay. Inside blocks of 16 tokens the products over halves are exp of sums, each over its own interval, all of them
+# from one product of matrices; beyond, those over halves of size 2h follow from those of size h by one multiplication.
 
 
 class Masks(NamedTuple):
@@ -99,9 +110,8 @@ class Decay(NamedTuple):
   total: Float[Array, "K"]
   before: Float[Array, "C K"]
   same: Bool[Array, "C C"] | None  # inside a segment; None without segments
-  halves: (
-    tuple  # one a channel: for h = 1, 2, 4 .. the products (from its half's start to i, after j to its half's end)
-  )
+  small: "_Small | None"  # one a channel: the halves inside blocks of 16 tokens
+  halves: tuple  # for h = 16, 32 .. the products (from its half's start to i, after j to its half's end)
 
   def scores(
     self, readers: Float[Array, "C R K"], writers: Float[Array, "C W K"], precision, *, careful: bool = False
@@ -109,61 +119,49 @@ class Decay(NamedTuple):
     """sum_c readers_irc between(i, j)_c writers_jwc for j <= i, else 0. `careful`: to be inverted."""
     product = functools.partial(_careful_matmul if careful else jnp.matmul, precision=precision)
     (C, R, K), W = readers.shape, writers.shape[1]
-    if not self.halves:
+    if self.small is None:
       found = product(readers.reshape(-1, K), writers.reshape(-1, K).T).reshape(C, R, C, W)
       return jnp.where(_lower(C, 0), found * self.between[:, None, :, None], 0)
     # Of halves smaller than 8, which are too small for products of their own, masked products of 16 tokens.
-    small = self._small(R, W)
-    found = product(small.readers(readers), jnp.swapaxes(small.writers(writers), -1, -2))
-    squares = jnp.where(small.keep, found, 0).sum(0).reshape(-1, small.side, R, small.side, W)
-    own = (readers[:, :, None] * writers[:, None]).sum(-1).reshape(-1, small.side, R, 1, W)
+    small = self.small
+    found = product(small.decayed(readers), jnp.swapaxes(small.decayed(writers), -1, -2))
+    squares = jnp.where(small.keep(R, W), found, 0).sum(0).reshape(-1, small.side, R, small.side, W)
+    own = row_sums(readers[:, :, None] * writers[:, None]).reshape(-1, small.side, R, 1, W)
     blocks = jnp.where(np.eye(small.side, dtype=bool)[:, None, :, None], own, squares)  # [C/h h R h W]
-    for n, (upto, after) in list(enumerate(self.halves))[small.levels :]:
+    for n, (upto, after) in enumerate(self.halves, small.levels):
       h = 2**n
       later, earlier = _half(readers, n, 1) * _half(upto, n, 1), _half(writers, n, 0) * _half(after, n, 0)
       corner = product(later.reshape(-1, h * R, K), jnp.swapaxes(earlier.reshape(-1, h * W, K), -1, -2))
-      corner, pair = corner.reshape(-1, h, R, h, W), blocks.reshape(-1, 2, h, R, h, W)
-      top = jnp.concatenate([pair[:, 0], jnp.zeros_like(corner)], axis=3)
-      blocks = jnp.concatenate([top, jnp.concatenate([corner, pair[:, 1]], axis=3)], axis=1)
-    return blocks[0] * self.between[:, None, :, None]
+      blocks = _joined(blocks.reshape(-1, 2, h * R, h * W), corner)
+    return blocks.reshape(C, R, C, W) * self.between[:, None, :, None]
 
   def scores_pullback(self, d: Float[Array, "C R C W"], readers, writers, precision):
     """Cotangents of readers and writers from that of `scores` below the diagonal (what `d` holds elsewhere is not read)."""
     (C, R, K), W = readers.shape, writers.shape[1]
     product = functools.partial(jnp.matmul, precision=precision)
     d = jnp.where(_lower(C, -1), d * self.between[:, None, :, None], 0)
-    if not self.halves:
+    if self.small is None:
       d = d.reshape(C * R, C * W)
       found = product(d, writers.reshape(-1, K)), product(transposed(d), readers.reshape(-1, K))
       return found[0].reshape(readers.shape), found[1].reshape(writers.shape)
-    dreaders, dwriters, blocks, small = jnp.zeros_like(readers), jnp.zeros_like(writers), d[None], self._small(R, W)
-    for n, (upto, after) in reversed(list(enumerate(self.halves))[small.levels :]):
+    dreaders, dwriters, blocks, small = jnp.zeros_like(readers), jnp.zeros_like(writers), d[None], self.small
+    for n, (upto, after) in reversed(list(enumerate(self.halves, small.levels))):
       h = 2**n
-      pair = blocks.reshape(-1, 2, h, R, 2, h, W)
-      corner = pair[:, 1, :, :, 0].reshape(-1, h * R, h * W)
-      blocks = jnp.stack([pair[:, 0, :, :, 0], pair[:, 1, :, :, 1]], axis=1).reshape(-1, h, R, h, W)
+      pair = blocks.reshape(-1, 2, h * R, 2, h * W)
+      corner, blocks = pair[:, 1, :, 0], _chosen(pair[:, :, :, 0], pair[:, :, :, 1], axis=1)
       upto, after = _half(upto, n, 1), _half(after, n, 0)
       later, earlier = _half(readers, n, 1) * upto, _half(writers, n, 0) * after
       dlater = product(corner, earlier.reshape(-1, h * W, K)).reshape(later.shape) * upto
       dearlier = product(jnp.swapaxes(corner, -1, -2), later.reshape(-1, h * R, K)).reshape(earlier.shape) * after
       dreaders, dwriters = dreaders + _unhalf(dlater, 1), dwriters + _unhalf(dearlier, 0)
     squares = blocks.reshape(-1, small.side * R, small.side * W)
-    dlater = product(jnp.where(small.keep, squares, 0), small.writers(writers))
-    keep, squares = np.swapaxes(small.keep, -1, -2), transposed(squares)
-    dearlier = product(jnp.where(keep, squares, 0), small.readers(readers))
-    dreaders += small.of_readers(dlater, readers.shape)
-    dwriters += small.of_writers(dearlier, writers.shape)
+    keep = small.keep(R, W)
+    dlater = product(jnp.where(keep, squares, 0), small.decayed(writers))
+    keep, squares = np.swapaxes(keep, -1, -2), transposed(squares)
+    dearlier = product(jnp.where(keep, squares, 0), small.decayed(readers))
+    dreaders += small.decayed_pullback(dlater, readers.shape)
+    dwriters += small.decayed_pullback(dearlier, writers.shape)
     return lax.optimization_barrier((dreaders, dwriters))
-
-  def _small(self, R: int, W: int) -> "_Small":
-    side = min(SUB, len(self.head))
-    levels = side.bit_length() - 1
-    cut = lambda n, which: self.halves[n][which].reshape(-1, side, 1, self.head.shape[-1])
-    here = np.arange(levels).reshape(-1, 1, 1, 1, 1)  # by choice, not by stacking: LLVM takes long over a concatenation
-    choose = lambda which: functools.reduce(
-      lambda found, n: jnp.where(here == n, cut(n, which), found), range(1, levels), cut(0, which)[None]
-    )
-    return _Small(side, levels, choose(0), choose(1), _pairs_of_halves(levels, R, W)[:, None])
 
   def scores_before(self, readers, writers, precision, *, careful: bool = False) -> Float[Array, "C R C W"]:
     """sum_c readers_irc between(i - 1, j)_c writers_jwc for j < i, else 0: reading before their own token's decay."""
@@ -187,32 +185,31 @@ class Decay(NamedTuple):
 
 
 class _Small(NamedTuple):
-  """The halves of 1, 2, 4 .. tokens of blocks of `side` tokens: [levels M side ..], M = C / side."""
+  """Products over pairs of halves of 1, 2, 4 .. tokens, in blocks of `side` tokens, of which a chunk has M = C / side.
 
-  side: int
-  levels: int
-  upto: Float[Array, "levels M side 1 K"]
-  after: Float[Array, "levels M side 1 K"]
-  keep: Bool[np.ndarray, "levels 1 sideR sideW"]
+  Of a token of the later half from the half's start to it, of one of the earlier half after it to the half's end.
+  """
 
-  def readers(self, x: Float[Array, "C R K"]) -> Float[Array, "levels M sideR K"]:
-    return self._flat(self._cut(x) * self.upto)
+  products: Float[Array, "levels M side 1 K"]
 
-  def writers(self, x: Float[Array, "C W K"]) -> Float[Array, "levels M sideW K"]:
-    return self._flat(self._cut(x) * self.after)
+  @property
+  def side(self) -> int:
+    return self.products.shape[2]
 
-  def of_readers(self, d: Float[Array, "levels M sideR K"], shape) -> Float[Array, "C R K"]:
-    """The transpose of `readers`."""
-    return (d.reshape(self.levels, -1, self.side, *shape[1:]) * self.upto).sum(0).reshape(shape)
+  @property
+  def levels(self) -> int:
+    return len(self.products)
 
-  def of_writers(self, d: Float[Array, "levels M sideW K"], shape) -> Float[Array, "C W K"]:
-    return (d.reshape(self.levels, -1, self.side, *shape[1:]) * self.after).sum(0).reshape(shape)
+  def keep(self, R: int, W: int) -> Bool[np.ndarray, "levels 1 sideR sideW"]:
+    return _pairs_of_halves(self.levels, R, W)[:, None]
 
-  def _cut(self, x: Array) -> Array:
-    return x.reshape(-1, self.side, *x.shape[1:])
+  def decayed(self, x: Float[Array, "C R K"]) -> Float[Array, "levels M sideR K"]:
+    """x decayed, where `keep` has pairs for it; the rest are finite numbers."""
+    decayed = x.reshape(-1, self.side, *x.shape[1:]) * self.products
+    return decayed.reshape(*decayed.shape[:2], -1, x.shape[-1])
 
-  def _flat(self, x: Array) -> Array:
-    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+  def decayed_pullback(self, d: Float[Array, "levels M sideR K"], shape) -> Float[Array, "C R K"]:
+    return (d.reshape(self.levels, -1, self.side, *shape[1:]) * self.products).sum(0).reshape(shape)
 
 
 # Masks are made here, not by operations of the program, which would have to be compiled.
@@ -229,14 +226,29 @@ def _pairs_of_halves(levels: int, R: int, W: int) -> Bool[np.ndarray, "levels LR
   return (row // h == column // h + 1) & (row // (2 * h) == column // (2 * h))
 
 
+def _intervals(side: int) -> Float[np.ndarray, "R side"]:
+  """Which of the `side` tokens of a block are in the intervals of `_Small`, then from its start up to each, and after each."""
+  i = np.arange(side)
+  upto, after = i <= i[:, None], i > i[:, None]
+  half = i // 2 ** np.arange(side.bit_length() - 1)[:, None, None]  # [levels 1 side]
+  later = np.swapaxes(half, 1, 2) % 2 == 1
+  halves = (np.swapaxes(half, 1, 2) == half) & np.where(later, upto, after)
+  return np.concatenate([*halves, upto, after])
+
+
 def following(x: Array) -> Array:
   """Row i is that of token i + 1; behind the last one, zeros."""
-  return jnp.concatenate([x[1:], jnp.zeros_like(x[:1])])
+  return _shifted(x, 0, (-1, 1))
 
 
 def preceding(x: Array) -> Array:
   """Row i is that of token i - 1; before the first one, zeros."""
-  return jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
+  return _shifted(x, 0, (1, -1))
+
+
+def _shifted(x: Array, new: float, edges: tuple[int, int]) -> Array:
+  """x with so many rows of `new` more, or rows less, at its start and its end."""
+  return lax.pad(x, jnp.asarray(new, x.dtype), [(*edges, 0)] + [(0, 0, 0)] * (x.ndim - 1))
 
 
 def _careful_matmul(a: Array, b: Array, precision) -> Array:
@@ -265,6 +277,23 @@ def _padded(x: Array, multiple: int) -> Array:
   return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
+# XLA's CPU compiler takes long over concatenations, above all over several in one, and less over a choice or padding.
+
+
+def _chosen(first: Array, second: Array, axis: int) -> Array:
+  """Two along the axis: of `first`, then of `second`. Each has two there, or one, or is a number."""
+  is_first = np.array([True, False]).reshape(-1, *(1,) * (max(first.ndim, second.ndim) - 1 - axis))
+  shape = np.broadcast_shapes(is_first.shape, first.shape, second.shape)
+  return lax.select(*(jnp.broadcast_to(x, shape) for x in (is_first, first, second)))  # traced faster than jnp.where
+
+
+def _joined(pairs: Float[Array, "M 2 A B"], corner: Float[Array, "M A B"]) -> Float[Array, "M 2A 2B"]:
+  """[[pairs_0, 0], [corner, pairs_1]]."""
+  B, zero = corner.shape[-1], jnp.zeros((), corner.dtype)
+  wide = lambda x, left, right: lax.pad(x, zero, [(0, 0, 0), (0, 0, 0), (left, right, 0)])
+  return jnp.concatenate([wide(pairs[:, 0], 0, B), wide(corner, 0, B) + wide(pairs[:, 1], B, 0)], axis=1)
+
+
 def _half(x: Array, n: int, which: int) -> Float[Array, "M h R K"]:
   """Of each aligned pair of halves of h = 2^n tokens, the earlier (0) or later (1), of [C K] (R = 1) or [C R K]."""
   return x.reshape(-1, 2, 2**n, x.shape[1] if x.ndim == 3 else 1, x.shape[-1])[:, which]
@@ -272,28 +301,28 @@ def _half(x: Array, n: int, which: int) -> Float[Array, "M h R K"]:
 
 def _unhalf(x: Float[Array, "M h R K"], which: int) -> Float[Array, "C R K"]:
   """The transpose of `_half`: zeros in the other halves."""
-  pair = [x, jnp.zeros_like(x)] if which == 0 else [jnp.zeros_like(x), x]
-  return jnp.stack(pair, axis=1).reshape(-1, *x.shape[2:])
+  pair = [x[:, None], jnp.zeros((), x.dtype)]
+  return _chosen(*(pair if which == 0 else pair[::-1]), axis=1).reshape(-1, *x.shape[2:])
 
 
 def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
   """The decays of a chunk of `length` tokens (a power of two) from its log gates: None, [C], or [C K]."""
-  halves = ()
+  small, halves = None, ()
   if g is None:
     between, head = jnp.ones((length, length), dtype), jnp.ones((length, 1), dtype)
     tail = head
   elif g.ndim == 1:
     between, head, tail = _decay_per_head(g)
   else:
-    head, tail, halves = _decay_per_channel(g)
+    head, tail, small, halves = _decay_per_channel(g)
     between = jnp.ones((length, length), dtype)
-  before = jnp.concatenate([jnp.ones_like(head[:1]), head[:-1]])
+  before = _shifted(head, 1, (1, -1))
   if masks is None:
-    return Decay(between, head, tail, head[-1], before, None, halves)
+    return Decay(between, head, tail, head[-1], before, None, small, halves)
   keep = lambda mask, x: jnp.where(mask, x, 0)
   return Decay(
     keep(masks.between, between), keep(masks.head[:, None], head), keep(masks.tail[:, None], tail),
-    keep(masks.total, head[-1]), keep(masks.head[:, None], before), masks.between, halves,
+    keep(masks.total, head[-1]), keep(masks.head[:, None], before), masks.between, small, halves,
   )  # fmt: skip
 
 
@@ -306,22 +335,28 @@ def _decay_per_head(g: Float[Array, "C"]) -> tuple[Array, Array, Array]:
   return between, head, between[-1][:, None]
 
 
-def _sums(lower, x):
-  """Cumulative sums down the columns, as one product; -inf is kept out of it (0 times -inf is NaN)."""
-  return jnp.matmul(alike(lower, x), jnp.maximum(x, NEGLIGIBLE), precision=lax.Precision.HIGHEST)
+def _sums(intervals: np.ndarray, x: Array) -> Array:
+  """Sums of rows of x over intervals, as one product; -inf is kept out of it (0 times -inf is NaN)."""
+  weights = alike(jnp.asarray(intervals, x.dtype), x)
+  return jnp.matmul(weights, jnp.maximum(x, NEGLIGIBLE), precision=lax.Precision.HIGHEST)
 
 
-def _decay_per_channel(g: Float[Array, "C K"]) -> tuple[Array, Array, tuple]:
+def _decay_per_channel(g: Float[Array, "C K"]) -> tuple[Array, Array, _Small, tuple]:
   """head, tail, and the products over the halves of every size."""
-  upto, after = jnp.exp(g), jnp.ones_like(g)
+  side = min(SUB, len(g))
+  products = jnp.exp(_sums(_intervals(side), g.reshape(-1, side, g.shape[-1])))
+  products = products.reshape(len(products), -1, side, 1, g.shape[-1])
+  small = _Small(jnp.swapaxes(products[:, :-2], 0, 1))
+  upto, after = (products[:, n].reshape(g.shape) for n in (-2, -1))
   halves = []
-  while 2 ** len(halves) < len(g):
+  while side << len(halves) < len(g):
+    h = side << len(halves)
     halves.append((upto, after))
-    u, a = (x.reshape(-1, 2, 2 ** (len(halves) - 1), x.shape[-1]) for x in (upto, after))
+    u, a = (x.reshape(-1, 2, h, x.shape[-1]) for x in (upto, after))
     first, second = u[:, :1, -1:], u[:, 1:, -1:]  # the products over the whole earlier and the whole later half
-    upto = jnp.concatenate([u[:, :1], u[:, 1:] * first], axis=1).reshape(g.shape)
-    after = jnp.concatenate([a[:, :1] * second, a[:, 1:]], axis=1).reshape(g.shape)
-  return upto, after, tuple(halves)
+    one = jnp.ones((), g.dtype)
+    upto, after = (u * _chosen(one, first, axis=1)).reshape(g.shape), (a * _chosen(second, one, axis=1)).reshape(g.shape)
+  return upto, after, small, tuple(halves)
 
 
 def gate_pullback(
@@ -339,7 +374,7 @@ def gate_pullback(
   """
   pairs, C = jnp.stack([ahead - behind, after]), len(g)
   if g.ndim == 1:
-    pairs, total = pairs.sum(-1, keepdims=True), total.sum()
+    pairs, total = row_sums(pairs), row_sums(total[None])[0]
   later, earlier = np.triu(np.ones((C, C), g.dtype)), np.tri(C, k=-1, dtype=g.dtype)
   mask = alike(jnp.asarray(np.concatenate([later, earlier], axis=1)), pairs)
   dg = jnp.matmul(mask, pairs.reshape(2 * C, -1), precision=lax.Precision.HIGHEST)
@@ -373,9 +408,7 @@ def unit_lower_inverse(n: Float[Array, "C C"], precision=lax.Precision.HIGHEST) 
     pair = x.reshape(-1, 2, size, size)
     corner = _diagonal_blocks(n, 2 * size)[:, size:, :size]
     corner = -jnp.matmul(pair[:, 1], jnp.matmul(corner, pair[:, 0], precision=precision), precision=precision)
-    top = jnp.concatenate([pair[:, 0], jnp.zeros_like(corner)], axis=-1)
-    x = jnp.concatenate([top, jnp.concatenate([corner, pair[:, 1]], axis=-1)], axis=-2)
-    size *= 2
+    x, size = _joined(pair, corner), 2 * size
   return x[0]
 
 

@@ -10,7 +10,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lajax._numerics import Decay, Masks, decay, diagonal, gate_pullback, transposed, unit_lower_inverse
+from lajax._numerics import (
+  Decay,
+  Masks,
+  decay,
+  diagonal,
+  gate_pullback,
+  row_sums,
+  spread,
+  transposed,
+  unit_lower_inverse,
+)
 from lajax.recurrence.drive import Affine, Chunk, Rule, prepared
 from lajax.recurrence.linear_attention import decay_state, token_decay
 
@@ -37,7 +47,7 @@ class Corrections(NamedTuple):
 
 
 def _corrections(x: Tokens) -> Corrections:
-  times = lambda y, strength: y * strength.reshape(strength.shape + (1,) * (y.ndim - strength.ndim))
+  times = lambda y, strength: y * (strength if y.ndim == strength.ndim else spread(strength, y.shape[-1]))
   return Corrections(x.q, x.k, times(x.k, x.erase), times(x.v, x.erase if x.write is None else x.write), x.g)
 
 
@@ -70,33 +80,34 @@ class _Solved(NamedTuple):
   d: Decay
   P: Float[Array, "C C"]
   T: Float[Array, "C C"]
-  WU: Float[Array, "C KV"]
+  W: Float[Array, "C K"]
+  U: Float[Array, "C V"]
 
 
 def _solve(x: Corrections, masks: Masks | None, precision) -> _Solved:
-  """The decays, P, T, and W and U side by side."""
+  """The decays, P, T, W and U."""
   d = decay(x.g, len(x.k), x.k.dtype, masks)
   scores = d.scores(jnp.stack([x.q, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
   return _Solved(d, scores[:, 0], *_inverse(x, d, scores[:, 1], precision))
 
 
-def _inverse(x: Corrections, d: Decay, N: Float[Array, "C C"], precision) -> tuple[Array, Array]:
-  """T, and W and U side by side."""
-  T = unit_lower_inverse(jnp.tril(N, -1))
-  return T, jnp.matmul(T, jnp.concatenate([x.r * d.head, x.u], axis=-1), precision=precision)
+def _inverse(x: Corrections, d: Decay, N: Float[Array, "C C"], precision) -> tuple[Array, Array, Array]:
+  """T, W and U."""
+  T, full = unit_lower_inverse(jnp.tril(N, -1)), partial(jnp.matmul, precision=precision)
+  return T, full(T, x.r * d.head), full(T, x.u)
 
 
 def _chunk(x: Corrections, masks: Masks | None, precision) -> Chunk:
-  s, K = _solve(x, masks, precision), x.k.shape[-1]
-  written, read = (jnp.matmul(y, s.WU, precision=precision) for y in (transposed(x.k * s.d.tail), s.P))
-  return Chunk(diagonal(s.d.total, K) - written[:, :K], written[:, K:], x.q * s.d.head - read[:, :K], read[:, K:])
+  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
+  written = transposed(x.k * s.d.tail)
+  A = diagonal(s.d.total, x.k.shape[-1]) - full(written, s.W)
+  return Chunk(A, full(written, s.U), x.q * s.d.head - full(s.P, s.W), full(s.P, s.U))
 
 
 def _begin_pullback(x: Corrections, masks: Masks | None, do: Array, precision):
-  s, full, K = _solve(x, masks, precision), partial(jnp.matmul, precision=precision), x.k.shape[-1]
-  W = s.WU[:, :K]
-  A = diagonal(s.d.total, K) - full(transposed(x.k * s.d.tail), W)
-  return Affine(A, full(transposed(x.q * s.d.head - full(s.P, W)), do)), s
+  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
+  A = diagonal(s.d.total, x.k.shape[-1]) - full(transposed(x.k * s.d.tail), s.W)
+  return Affine(A, full(transposed(x.q * s.d.head - full(s.P, s.W)), do)), s
 
 
 def _pullback(
@@ -104,17 +115,17 @@ def _pullback(
 ) -> Corrections:
   q, k, r, d, (C, K) = x.q, x.k, x.r, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
-  values = kept.WU[:, K:] - full(kept.WU[:, :K], state)
+  values = kept.U - full(kept.W, state)
   du = full(transposed(kept.T), full(transposed(kept.P), do) + full(k * d.tail, dstate))
   readers, cotangents = jnp.stack([q, r], axis=1), jnp.stack([do, -du], axis=1).reshape(2 * C, -1)  # what reads gives
   dscores = full(cotangents, values.T).reshape(C, 2, C, 1)
   dreaders, dk_pairs = d.scores_pullback(dscores, readers, k[:, None], precision)
   dreaders += full(cotangents, state.T).reshape(C, 2, K) * d.head[:, None]
   dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.tail
-  own = (do * values).sum(-1, keepdims=True)
+  own = row_sums(do * values)
   dg = None
   if x.g is not None:
-    total = d.total * (state * dstate).sum(-1)
+    total = d.total * row_sums(state * dstate)[:, 0]
     dg = gate_pullback(x.g, (readers * dreaders).sum(1), k * dk_pairs, k * dk_state, total)
   return Corrections(dreaders[:, 0] + own * k, dk_pairs + dk_state + own * q, dreaders[:, 1], du, dg)
 
@@ -143,22 +154,22 @@ class _Reads(NamedTuple):
 
   q: Float[Array, "C V"]
   k: Float[Array, "C K"]
-  WU: Float[Array, "C KV"]
+  W: Float[Array, "C K"]
+  U: Float[Array, "C V"]
   decay: Decay
 
 
 def _chunk_by_rows(x: Corrections, masks: Masks | None, precision) -> Chunk:
   d, K = decay(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
   scores = d.scores(x.r[:, None], x.k[:, None], precision, careful=True)
-  _, WU = _inverse(x, d, scores[:, 0, :, 0], precision)
-  written = jnp.matmul(transposed(x.k * d.tail), WU, precision=precision)
-  A, B = diagonal(d.total, K) - written[:, :K], written[:, K:]
-  return Chunk(A, B, _Reads(x.q, x.k, WU, d), jnp.zeros_like(x.k))
+  _, W, U = _inverse(x, d, scores[:, 0, :, 0], precision)
+  A, B = (jnp.matmul(transposed(x.k * d.tail), y, precision=precision) for y in (W, U))
+  return Chunk(diagonal(d.total, K) - A, B, _Reads(x.q, x.k, W, U, d), jnp.zeros_like(x.k))
 
 
 def _respond_by_rows(x: _Reads, state: Array, precision) -> Array:
-  full, K = partial(jnp.matmul, precision=precision), x.k.shape[-1]
-  scores = full(x.q, (x.WU[:, K:] - full(x.WU[:, :K], state)).T)
+  full = partial(jnp.matmul, precision=precision)
+  scores = full(x.q, (x.U - full(x.W, state)).T)
   own = jnp.diagonal(scores)[:, None] * x.k
   pairs, _ = x.decay.scores_pullback(scores[:, None, :, None], x.k[:, None], x.k[:, None], precision)
   return full(x.q, state.T) * x.decay.head + pairs[:, 0] + own
@@ -167,7 +178,8 @@ def _respond_by_rows(x: _Reads, state: Array, precision) -> Array:
 class _SolvedByRows(NamedTuple):
   d: Decay
   T: Float[Array, "C C"]
-  WU: Float[Array, "C KV"]
+  W: Float[Array, "C K"]
+  U: Float[Array, "C V"]
   dscores: Float[Array, "C C"]
   dvalues: Float[Array, "C V"]
 
@@ -176,11 +188,11 @@ def _begin_pullback_by_rows(x: Corrections, masks: Masks | None, do: Array, prec
   d, K = decay(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
   full = partial(jnp.matmul, precision=precision)
   scores = d.scores(jnp.stack([do, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
-  dscores, (T, WU) = scores[:, 0], _inverse(x, d, scores[:, 1], precision)
+  dscores, (T, W, U) = scores[:, 0], _inverse(x, d, scores[:, 1], precision)
   dvalues = full(transposed(dscores), x.q)
-  A = diagonal(d.total, K) - full(transposed(x.k * d.tail), WU[:, :K])
-  D = full(transposed(do * d.head), x.q) - full(transposed(WU[:, :K]), dvalues)
-  return Affine(A, D), _SolvedByRows(d, T, WU, dscores, dvalues)
+  A = diagonal(d.total, K) - full(transposed(x.k * d.tail), W)
+  D = full(transposed(do * d.head), x.q) - full(transposed(W), dvalues)
+  return Affine(A, D), _SolvedByRows(d, T, W, U, dscores, dvalues)
 
 
 def _pullback_by_rows(
@@ -188,7 +200,7 @@ def _pullback_by_rows(
 ) -> Corrections:
   q, k, d, (C, K) = x.q, x.k, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
-  values = kept.WU[:, K:] - full(kept.WU[:, :K], state)
+  values = kept.U - full(kept.W, state)
   du = full(transposed(kept.T), kept.dvalues + full(k * d.tail, dstate))
   readers, seen = jnp.stack([do, x.r], axis=1), jnp.stack([q, -du], axis=1).reshape(2 * C, -1)
   scores = full(seen, values.T).reshape(C, 2, C, 1)
@@ -197,7 +209,7 @@ def _pullback_by_rows(
   dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.tail
   dg = None
   if x.g is not None:
-    total = d.total * (state * dstate).sum(-1)
+    total = d.total * row_sums(state * dstate)[:, 0]
     dg = gate_pullback(x.g, (readers * found).sum(1), k * dk_pairs, k * dk_state, total)
   dq = full(kept.dscores, values) + full(do * d.head, state)
   own = jnp.diagonal(scores[:, 0, :, 0])[:, None]

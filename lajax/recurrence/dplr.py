@@ -17,6 +17,7 @@ from lajax._numerics import (
   following,
   gate_pullback,
   preceding,
+  row_sums,
   transposed,
   unit_lower_inverse,
 )
@@ -64,18 +65,18 @@ class _Solved(NamedTuple):
   T: Float[Array, "C C"]
   N_ak: Float[Array, "C C"]
   P: Float[Array, "C C 2"]  # P_b and P_k
-  WU: Float[Array, "C KV"]
+  W: Float[Array, "C K"]
+  U: Float[Array, "C V"]
 
 
 def _solve(x: Tokens, masks: Masks | None, precision) -> _Solved:
-  """The decays, all scores, T, and W and U side by side."""
+  """The decays, all scores, T, W and U."""
   d = decay(x.g, len(x.k), x.k.dtype, masks)
   full = partial(jnp.matmul, precision=precision)
   scores = d.scores(_readers(x), _writers(x), precision, careful=True)
   N = d.inside(preceding(scores[:, 1:]))[:, 0]
   T = unit_lower_inverse(-N[..., 0], precision)
-  WU = full(T, jnp.concatenate([x.a * d.before, full(N[..., 1], x.v)], axis=-1))
-  return _Solved(d, T, N[..., 1], scores[:, 0], WU)
+  return _Solved(d, T, N[..., 1], scores[:, 0], full(T, x.a * d.before), full(T, full(N[..., 1], x.v)))
 
 
 def _readers(x: Tokens) -> Float[Array, "C 2 K"]:
@@ -88,19 +89,17 @@ def _writers(x: Tokens) -> Float[Array, "C 2 K"]:
 
 
 def _chunk(x: Tokens, masks: Masks | None, precision) -> Chunk:
-  s, full, K = _solve(x, masks, precision), partial(jnp.matmul, precision=precision), x.k.shape[-1]
-  written, read = full(transposed(x.b * s.d.tail), s.WU), full(s.P[..., 0], s.WU)
-  B = written[:, K:] + full(transposed(x.k * s.d.tail), x.v)
-  return Chunk(
-    diagonal(s.d.total, K) + written[:, :K], B, x.q * s.d.head + read[:, :K], read[:, K:] + full(s.P[..., 1], x.v)
-  )
+  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
+  of_b, of_k = transposed(x.b * s.d.tail), transposed(x.k * s.d.tail)
+  A, B = diagonal(s.d.total, x.k.shape[-1]) + full(of_b, s.W), full(of_b, s.U) + full(of_k, x.v)
+  P_b, P_k = s.P[..., 0], s.P[..., 1]
+  return Chunk(A, B, x.q * s.d.head + full(P_b, s.W), full(P_b, s.U) + full(P_k, x.v))
 
 
 def _begin_pullback(x: Tokens, masks: Masks | None, do: Array, precision):
-  s, full, K = _solve(x, masks, precision), partial(jnp.matmul, precision=precision), x.k.shape[-1]
-  W = s.WU[:, :K]
-  A = diagonal(s.d.total, K) + full(transposed(x.b * s.d.tail), W)
-  return Affine(A, full(transposed(x.q * s.d.head + full(s.P[..., 0], W)), do)), s
+  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
+  A = diagonal(s.d.total, x.k.shape[-1]) + full(transposed(x.b * s.d.tail), s.W)
+  return Affine(A, full(transposed(x.q * s.d.head + full(s.P[..., 0], s.W)), do)), s
 
 
 def _pullback(
@@ -109,7 +108,7 @@ def _pullback(
   d, (C, K) = kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
   readers, writers = _readers(x), _writers(x)
-  w = full(kept.WU[:, :K], state) + kept.WU[:, K:]
+  w = full(kept.W, state) + kept.U
   dwritten = full(transposed(kept.P.reshape(C, 2 * C)), do)
   dwritten = (dwritten + full((writers * d.tail[:, None]).reshape(2 * C, K), dstate)).reshape(C, 2, -1)
   dz = full(transposed(kept.T), dwritten[:, 0])
@@ -123,11 +122,11 @@ def _pullback(
   to_state = full(written, dstate.T).reshape(C, 2, K) * d.tail[:, None]
   dg = None
   if x.g is not None:
-    total = d.total * (state * dstate).sum(-1)
+    total = d.total * row_sums(state * dstate)[:, 0]
     ahead = x.q * dq + following(x.a * da)
     dg = gate_pullback(x.g, ahead, (writers * dwriters).sum(1), (writers * to_state).sum(1), total)
   # The scores between which no decay stands: of q with its own token, and of a with the one before.
-  at = lambda y, z: (y[:, None] * z.reshape(C, 2, -1)).sum(-1)[..., None]
+  at = lambda y, z: row_sums(y[:, None] * z.reshape(C, 2, -1))
   own, neighbour = at(do, written), d.neighbours(at(following(dz), written))
   dq += (own * writers).sum(1)
   da += preceding((neighbour * writers).sum(1))

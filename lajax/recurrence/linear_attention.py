@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lajax._numerics import Decay, Masks, decay, following, gate_pullback, preceding, transposed
+from lajax._numerics import Decay, Masks, decay, following, gate_pullback, preceding, row_sums, transposed
 from lajax.recurrence.drive import Affine, Chunk, Rule, prepared
 
 
@@ -86,16 +86,16 @@ def _pullback(before: bool, x: Tokens, masks: Masks | None, d: Decay, state, dst
   if before:
     dq, dk = (y[:, 0] for y in d.scores_before_pullback(dscores, q[:, None], k[:, None], precision))
     dq += full(do, state.T) * d.before
-    own = d.neighbours((following(do) * v).sum(-1, keepdims=True))
+    own = d.neighbours(row_sums(following(do) * v))
     ahead, dq_own, dk_own = following(q * dq), preceding(own * k), own * following(q)
   else:
     dq, dk = (y[:, 0] for y in d.scores_pullback(dscores, q[:, None], k[:, None], precision))
     dq += full(do, state.T) * d.head
-    own = (do * v).sum(-1, keepdims=True)
+    own = row_sums(do * v)
     ahead, dq_own, dk_own = q * dq, own * k, own * q
   dg = None
   if x.g is not None:
-    dg = gate_pullback(x.g, ahead, k * dk, k * dk_state, d.total * (state * dstate).sum(-1))
+    dg = gate_pullback(x.g, ahead, k * dk, k * dk_state, d.total * row_sums(state * dstate)[:, 0])
   return Tokens(dq + dq_own, dk + dk_state + dk_own, dv, dg)
 
 
@@ -128,7 +128,7 @@ def _divisor(numerator: Array, denominator: Array) -> Array:
 
 def _divided_pullback(denominator: Float[Array, "C 1"], o: Float[Array, "C V"], do: Float[Array, "C V"]) -> Array:
   dnumerator = do / _divisor(o, denominator)
-  return jnp.concatenate([dnumerator, -(o * dnumerator).sum(-1, keepdims=True)], axis=-1)
+  return jnp.concatenate([dnumerator, -row_sums(o * dnumerator)], axis=-1)
 
 
 @lru_cache(maxsize=64)
