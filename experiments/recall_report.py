@@ -1,6 +1,5 @@
 """The table and the figures of the recall experiments, made from the lines of results alone."""
 
-import itertools
 import pathlib
 import statistics
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 CELL = ("mixer", "d_model", "train_rows")
-COLOURS = dict(zip(MIXERS, itertools.cycle(f"C{i}" for i in range(10))))
+LINES = ("-", "--", ":", "-.")
 
 
 def print_report(lines: list[dict], preset: Preset, console: Console, *, check_order: bool) -> None:
@@ -166,19 +165,25 @@ def test_rows_table(lines: list[dict]) -> Table | None:
   return table
 
 
+def styles(lines: list[dict]) -> dict[str, dict]:
+  """How each mixer of a figure is drawn: in a colour of its own, or, where there are more than ten, with a line of its own."""
+  mixers = {line["mixer"] for line in lines}
+  present = [mixer for mixer in MIXERS if mixer in mixers]
+  return {mixer: dict(color=f"C{i % 10}", linestyle=LINES[i // 10 % len(LINES)]) for i, mixer in enumerate(present)}
+
+
 def accuracy_over_steps(lines: list[dict], path: pathlib.Path) -> None:
   """One panel for each kind of rows and model width; line: mean over seeds, band: lowest to highest."""
-  panels = group(lines, "train_rows", "d_model")
+  panels, style = group(lines, "train_rows", "d_model"), styles(lines)
   figure, axes = _panels(len(panels))
   for axis, ((rows, d_model), panel) in zip(axes, panels.items(), strict=True):
     for (mixer,), cell in group(panel, "mixer").items():
       curves = [line["curve"] for line in best_rate(cell)]
       steps = sorted({point[0] for curve in curves for point in curve})
       at = [[_at(curve, step) for curve in curves] for step in steps]
-      axis.plot(steps, [statistics.fmean(values) for values in at], color=COLOURS[mixer], label=mixer)
-      axis.fill_between(
-        steps, [min(v) for v in at], [max(v) for v in at], color=COLOURS[mixer], alpha=0.15, linewidth=0
-      )
+      axis.plot(steps, [statistics.fmean(values) for values in at], label=mixer, **style[mixer])
+      colour = style[mixer]["color"]
+      axis.fill_between(steps, [min(v) for v in at], [max(v) for v in at], color=colour, alpha=0.15, linewidth=0)
     axis.set(title=f"{rows_label(rows)}, width {d_model}", xlabel="steps", ylabel="accuracy", ylim=(0, 1.02))
     axis.grid(alpha=0.3)
   axes[0].legend(fontsize=8)
@@ -187,7 +192,7 @@ def accuracy_over_steps(lines: list[dict], path: pathlib.Path) -> None:
 
 def accuracy_against_state(lines: list[dict], path: pathlib.Path, preset: Preset) -> None:
   """One point for each mixer, width and kind of rows; hollow: published figures, where state bytes were given."""
-  panels = group(lines, "train_rows")
+  panels, style = group(lines, "train_rows"), styles(lines)
   figure, axes = _panels(len(panels))
   for axis, ((rows,), panel) in zip(axes, panels.items(), strict=True):
     for (mixer,), cells in group(panel, "mixer").items():
@@ -195,11 +200,12 @@ def accuracy_against_state(lines: list[dict], path: pathlib.Path, preset: Preset
       x, y = [seeds[0]["state_bytes"] for seeds in points], [mean(seeds, "accuracy") for seeds in points]
       error = [[value - min(line["accuracy"] for line in seeds) for value, seeds in zip(y, points, strict=True)],
                [max(line["accuracy"] for line in seeds) - value for value, seeds in zip(y, points, strict=True)]]  # fmt: skip
-      axis.errorbar(x, y, yerr=error, marker="o", color=COLOURS[mixer], label=mixer, capsize=3)
+      axis.errorbar(x, y, yerr=error, marker="o", label=mixer, capsize=3, **style[mixer])
     for published in preset.published:
       for mixer, figures in published.accuracy.items() if published.axis == "state_bytes" else ():
-        style = dict(fillstyle="none", color=COLOURS.get(mixer, "0.5"), label=f"{mixer} (published)")
-        axis.plot(list(figures), [float(text) for text in figures.values()], "o--", **style)
+        colour = style[mixer]["color"] if mixer in style else "0.5"
+        values, label = [float(text) for text in figures.values()], f"{mixer} (published)"
+        axis.plot(list(figures), values, "o--", fillstyle="none", color=colour, label=label)
     axis.set(
       title=rows_label(rows), xlabel="bytes of decode state, one row", ylabel="accuracy", xscale="log", ylim=(0, 1.05)
     )

@@ -269,6 +269,9 @@ def test_report_marks_the_best_rate_and_gives_the_spread(tmp_path):
     ("softmax", True, "1.000 ≥ 0.99"),
     ("deltanet", False, "0.700 ≥ 0.99"),
   ]
+  drawn = recall_report.styles([{"mixer": mixer} for mixer in reversed(MIXERS)]).values()
+  assert len({tuple(style.items()) for style in drawn}) == len(MIXERS)  # no two look alike
+  assert len({style["color"] for style in recall_report.styles([{"mixer": m} for m in DEFAULT_MIXERS]).values()}) == 7
   recall_report.accuracy_over_steps(lines, tmp_path / "steps.png")
   recall_report.accuracy_against_state(lines, tmp_path / "state.png", PRESETS["based-fig2"])
   assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("steps.png", "state.png"))
