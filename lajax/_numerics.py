@@ -226,7 +226,7 @@ def _pairs_of_halves(levels: int, R: int, W: int) -> Bool[np.ndarray, "levels LR
   return (row // h == column // h + 1) & (row // (2 * h) == column // (2 * h))
 
 
-def _intervals(side: int) -> Float[np.ndarray, "R side"]:
+def _intervals(side: int) -> Bool[np.ndarray, "R side"]:
   """Which of the `side` tokens of a block are in the intervals of `_Small`, then from its start up to each, and after each."""
   i = np.arange(side)
   upto, after = i <= i[:, None], i > i[:, None]
