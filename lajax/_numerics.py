@@ -238,12 +238,12 @@ def _intervals(side: int) -> Bool[np.ndarray, "R side"]:
 
 def following(x: Array) -> Array:
   """Row i is that of token i + 1; behind the last one, zeros."""
-  return _shifted(x, 0, (-1, 1))
+  return _shifted(x, 0.0, (-1, 1))
 
 
 def preceding(x: Array) -> Array:
   """Row i is that of token i - 1; before the first one, zeros."""
-  return _shifted(x, 0, (1, -1))
+  return _shifted(x, 0.0, (1, -1))
 
 
 def _shifted(x: Array, new: float, edges: tuple[int, int]) -> Array:
@@ -316,7 +316,7 @@ def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
   else:
     head, tail, small, halves = _decay_per_channel(g)
     between = jnp.ones((length, length), dtype)
-  before = _shifted(head, 1, (1, -1))
+  before = _shifted(head, 1.0, (1, -1))
   if masks is None:
     return Decay(between, head, tail, head[-1], before, None, small, halves)
   keep = lambda mask, x: jnp.where(mask, x, 0)
