@@ -287,7 +287,7 @@ def _chosen(first: Array, second: Array, axis: int) -> Array:
   return lax.select(*(jnp.broadcast_to(x, shape) for x in (is_first, first, second)))  # traced faster than jnp.where
 
 
-def _joined(pairs: Float[Array, "M 2 A B"], corner: Float[Array, "M A B"]) -> Float[Array, "M 2A 2B"]:
+def _joined(pairs: Float[Array, "M 2 A B"], corner: Float[Array, "M A B"]) -> Float[Array, "M A2 B2"]:
   """[[pairs_0, 0], [corner, pairs_1]]."""
   B, zero = corner.shape[-1], jnp.zeros((), corner.dtype)
   wide = lambda x, left, right: lax.pad(x, zero, [(0, 0, 0), (0, 0, 0), (left, right, 0)])

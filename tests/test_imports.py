@@ -183,11 +183,22 @@ def test_every_annotation_of_the_package_holds():
       import lajax
     import sys
     sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
-    import jax, test_imports
+    import jax, jax.numpy as jnp, test_imports
     for name in test_imports.OPS:
       if name in ("attention", "delta_rule", "linear_attention", "linear_recurrence", "normalized_linear_attention"):
         for impl in ("recurrent", "associative", "chunked"):
           jax.eval_shape(lambda x: getattr(lajax, name)(**x, impl=impl), test_imports._arguments(name))
+    x, v, b = jnp.ones((1, 33, 2, 4)), jnp.ones((1, 33, 2, 3)), jnp.ones((1, 33, 2))  # a chunk of several halves
+    for segment_ids in (None, jnp.zeros((1, 33), jnp.int32)):
+      for op, inputs in [
+        *((op, (*inputs, g)) for g in (-b, -x) for op, inputs in [
+          (lajax.linear_attention, (x, x, v)), (lajax.normalized_linear_attention, (x, x, v)),
+          (lajax.delta_rule, (x, x, v, b)), (lajax.dplr, (x, x, v, x, x))]),
+        (lajax.gated_oja, (x, x, v, b, -v)), (lajax.mlstm, (x, x, v, b, b)),
+        (lajax.delta_product, (x, x[:, :, None], v[:, :, None], b[:, :, None])),
+      ]:
+        total = lambda inputs: sum(y.sum() for y in jax.tree.leaves(op(*inputs, segment_ids=segment_ids, impl="chunked")))
+        jax.eval_shape(jax.grad(total), inputs)
     print("done")
   """
   done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
