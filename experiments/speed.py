@@ -13,10 +13,11 @@ Expected on two CPU cores: of each core op with a matrix state `chunked` has the
 times as fast as a naive token scan; its time grows linearly (slope at most 1.05, attention apart); decoding does not
 feel the position.
 
-With --scaling, memory that is freed stays in the process (`allocator.py`; --keep-memory no: it does not). As glibc is by
-default, the system takes large arrays back after each call and zeroes their pages when they are needed again, a fifth of
-the time of the cheapest ops at 32k tokens, and their slope is up to 1.10. For a program of your own that computes on a
-CPU with such arrays:
+--scaling has a process of its own on a CPU, in which memory that is freed stays (`allocator.py`). As glibc is by default,
+the system takes large arrays back after each call and zeroes their pages when they are needed again: a fifth of the time
+of the cheapest ops at 32k tokens, whose slope is then up to 1.10. `--keep-memory never` shows that, `always` keeps memory
+in the main part too: what takes much of it gains most, the naive scans a third. For a program of your own that computes
+on a CPU with such arrays:
 
     MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_ARENA_MAX=1 python ...
 
@@ -28,7 +29,10 @@ slowly: they are timed for two ops, where needed at fewer tokens with a referenc
 times them for every op.
 """
 
+import concurrent.futures
 import dataclasses
+import multiprocessing
+import os
 import sys
 import time
 
@@ -45,10 +49,13 @@ from speed_timing import decode, measure, plan, scaling
 
 def main() -> None:
   config = parse(sys.argv[1:])
-  keep = config.keep_memory == "yes" or (config.keep_memory == "auto" and config.scaling)
-  kept = keep and keep_freed_memory()
+  kept = config.keep_memory == "always" and keep_freed_memory()
   choose_device(config)
-  run(config, Console(width=None if sys.stdout.isatty() else 160, highlight=False), kept)
+  run(config, new_console(), kept)
+
+
+def new_console() -> Console:
+  return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def run(config: Config, console: Console, kept: bool = False) -> None:
@@ -66,17 +73,30 @@ def run(config: Config, console: Console, kept: bool = False) -> None:
     console.print(decode_table(config, decoded))
   lines += decoded
   if config.scaling:
-    scaled = scaling(config, console)
-    console.print(scaling_table(config, scaled))
-    lines += scaled
-  memory = "memory that is freed stays in it" if kept else "memory that is freed is the allocator's to give back"
-  console.print(f"Wall time of one process on a shared machine, {memory}: {describe_device()}, jax {jax.__version__}.")
+    apart = platform() == "cpu" and config.keep_memory == "scaling"
+    scaled, scaling_kept = scaling_apart(config) if apart else (scaling(config, console), kept)
+    console.print(scaling_table(config, scaled, scaling_kept))
+    lines += [line | {"memory_kept": scaling_kept} for line in scaled]
+  console.print(f"Wall time of one process on a shared machine: {describe_device()}, jax {jax.__version__}.")
   if config.out:
     for line in lines:
-      made = {"versions": versions() | {"device": describe_device()}, "memory_kept": kept}
-      append(config.out, line | {"config": as_json(config)} | made)
+      made = {"config": as_json(config), "versions": versions() | {"device": describe_device()}}
+      append(config.out, {"memory_kept": kept} | line | made)
     console.print(f"{len(lines)} lines added to {config.out}")
-  console.print(f"{time.perf_counter() - started:.0f} seconds in all, {time.process_time():.0f} of CPU time")
+  console.print(f"{time.perf_counter() - started:.0f} seconds in all, {sum(os.times()[:4]):.0f} of CPU time")
+
+
+def scaling_apart(config: Config) -> tuple[list[dict], bool]:
+  """`scaling` in a process of its own, which keeps freed memory where it can, and whether it did."""
+  context = multiprocessing.get_context("spawn")
+  with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process:
+    kept = process.submit(keep_freed_memory).result()  # before the first computation there
+    return process.submit(_scaling, config).result(), kept
+
+
+def _scaling(config: Config) -> list[dict]:
+  choose_device(config)
+  return scaling(config, new_console())
 
 
 if __name__ == "__main__":

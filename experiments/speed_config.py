@@ -48,8 +48,8 @@ class Config:
   """Also time the chunked form over the numbers of tokens in --lengths."""
   lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
   """Of --scaling."""
-  keep_memory: Literal["auto", "yes", "no"] = "auto"
-  """Whether freed memory stays in the process, where glibc can do that (allocator.py); auto: with --scaling."""
+  keep_memory: Literal["scaling", "always", "never"] = "scaling"
+  """When freed memory stays in the process, on a CPU (allocator.py); scaling: in --scaling, which has a process of its own."""
   positions: tuple[int, ...] = (100, 100_000)
   """Tokens before the one whose decoding is timed."""
   out: pathlib.Path | None = None

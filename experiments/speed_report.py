@@ -78,8 +78,9 @@ def decode_table(config: Config, lines: list[dict]) -> Table:
   return table
 
 
-def scaling_table(config: Config, lines: list[dict]) -> Table:
-  table = Table(title=f"Chunked form, forward+backward, µs a token ({describe_device()})")
+def scaling_table(config: Config, lines: list[dict], memory_kept: bool) -> Table:
+  memory = "; freed memory stays in the process" if memory_kept else ""
+  table = Table(title=f"Chunked form, forward+backward, µs a token ({describe_device()}{memory})")
   table.add_column("op", no_wrap=True)
   lengths = sorted(set(config.lengths))
   for T in lengths:

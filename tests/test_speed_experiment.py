@@ -82,6 +82,9 @@ def test_run_prints_figures_and_writes_lines(tmp_path):
   assert rows["naive token scan"]["ratio"] == 1
   assert [line["position"] for line in lines if line["task"] == "speed_decode"] == [3, 9]
   assert [line["length"] for line in lines if line["task"] == "speed_scaling"] == [16, 32]
+  kept = {line["task"]: line["memory_kept"] for line in lines}
+  on_glibc = platform.libc_ver()[0] == "glibc" and jax.default_backend() == "cpu"
+  assert kept == {"speed": False, "speed_decode": False, "speed_scaling": on_glibc}
   assert "losses differ" not in text.getvalue()
   assert "shared machine" in text.getvalue()
 
