@@ -19,4 +19,6 @@ def keep_freed_memory() -> bool:
   if platform.libc_ver()[0] != "glibc":
     return False
   mallopt = ctypes.CDLL(None).mallopt
-  return all([mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, 2**31 - 1), mallopt(_M_ARENA_MAX, 1)])
+  return all(
+    [mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, 2**31 - 1), mallopt(_M_ARENA_MAX, 1)]
+  )

@@ -99,7 +99,11 @@ def main() -> None:
 
 def run(config: Config, console: Console) -> None:
   started = time.perf_counter()
-  costs = {(name, length): cost(stack(config, name), length) for name in config.models for length in config.lengths}
+  costs = {
+    (name, length): cost(stack(config, name), length)
+    for name in config.models
+    for length in config.lengths
+  }
   write(config, costs)
   lines = [json.loads(line) for line in (config.out / "results.jsonl").read_text().splitlines()]
   console.print(table(config, lines))
@@ -116,7 +120,9 @@ def parse(arguments: list[str]) -> Config:
   messages = io.StringIO()
   try:
     with contextlib.redirect_stderr(messages):
-      config = tyro.cli(Config, args=arguments, prog="cost.py", config=(tyro.conf.FlagCreatePairsOff,))
+      config = tyro.cli(
+        Config, args=arguments, prog="cost.py", config=(tyro.conf.FlagCreatePairsOff,)
+      )
   except SystemExit as end:
     if not end.code:  # --help
       raise
@@ -145,7 +151,9 @@ def fail(message: str) -> NoReturn:
 def stack(config: Config, name: str) -> list[nnx.Module]:
   """The layers of a model, without their parameters' values; alike ones are one object, so that they are counted once."""
   dtype = jnp.dtype(config.dtype)
-  make = lambda kind: nnx.eval_shape(lambda: kind(config)(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+  make = lambda kind: nnx.eval_shape(
+    lambda: kind(config)(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+  )
   made = {kind: make(kind) for kind in STACKS[name]}
   return [made[kind] for kind in itertools.islice(itertools.cycle(STACKS[name]), config.layers)]
 
@@ -173,13 +181,21 @@ def table(config: Config, lines: list[dict]) -> Table:
   result = Table(title=f"{title} (operations: multiplications and additions, a token)")
   columns = ["model", "parameters", "state numbers", "state", "conv"]
   for length in shown:
-    columns += [f"cache at {tokens(length)}", f"decode at {tokens(length)}", f"prefill of {tokens(length)}"]
+    columns += [
+      f"cache at {tokens(length)}",
+      f"decode at {tokens(length)}",
+      f"prefill of {tokens(length)}",
+    ]
   for column in columns:
     result.add_column(column, justify="left" if column == "model" else "right")
   for model in config.models:
     of = {line["length"]: line for line in lines if line["model"] == model}
     first = of[shown[0]]
-    cells = [f"{first['parameters'] / 1e6:,.1f} M", f"{first['state_numbers']:,}", size(first["state_bytes"])]
+    cells = [
+      f"{first['parameters'] / 1e6:,.1f} M",
+      f"{first['state_numbers']:,}",
+      size(first["state_bytes"]),
+    ]
     cells.append(size(first["conv_bytes"]))
     for length in shown:
       line = of[length]
@@ -195,7 +211,9 @@ def size(count: int) -> str:
   """Bytes in decimal units."""
   for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
     if count >= scale:
-      return f"{count / scale:,.1f} {unit}" if count >= 10 * scale else f"{count / scale:,.2f} {unit}"
+      return (
+        f"{count / scale:,.1f} {unit}" if count >= 10 * scale else f"{count / scale:,.2f} {unit}"
+      )
   return f"{count} B"
 
 
@@ -221,7 +239,10 @@ def draw(lines: list[dict], key: str, label: str, path: pathlib.Path) -> None:
 def facts(config: Config, lines: list[dict]) -> list[tuple[bool, str]]:
   """Whether the figures of the docstring came out, where these are the settings that they are for."""
   default = Config()
-  same = all(getattr(config, name) == getattr(default, name) for name in ("layers", "num_heads", "head_dim", "dtype"))
+  same = all(
+    getattr(config, name) == getattr(default, name)
+    for name in ("layers", "num_heads", "head_dim", "dtype")
+  )
   found = {line["model"]: line for line in lines if line["length"] == 4096} if same else {}
   results = []
   if "sophia" in found:
@@ -230,12 +251,18 @@ def facts(config: Config, lines: list[dict]) -> list[tuple[bool, str]]:
       line["state_numbers"] for line in lines if line["model"] == "sophia"
     }
     results.append(
-      (held, f"sophia: {numbers:,} numbers of state = 336 x 96 x 96, {2 * numbers / 1e6:.2f} MB in bfloat16")
+      (
+        held,
+        f"sophia: {numbers:,} numbers of state = 336 x 96 x 96, {2 * numbers / 1e6:.2f} MB in bfloat16",
+      )
     )
   if "softmax" in found:
     cache = found["softmax"]["cache_bytes"]
     results.append(
-      (cache == 672 * 2**20, f"softmax: {cache / 1e6:.1f} MB = {cache / 2**20:.0f} MiB of cache at 4,096 tokens")
+      (
+        cache == 672 * 2**20,
+        f"softmax: {cache / 1e6:.1f} MB = {cache / 2**20:.0f} MiB of cache at 4,096 tokens",
+      )
     )
     if "kda_softmax" in found:
       part = found["kda_softmax"]["cache_bytes"]

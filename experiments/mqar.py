@@ -107,7 +107,9 @@ def main() -> None:
   config = parse(sys.argv[1:])
   runs = plan(config)
   choose_device(config.device)
-  out = config.out or pathlib.Path("runs", "mqar" if config.preset == "quick" else f"mqar-{config.preset}")
+  out = config.out or pathlib.Path(
+    "runs", "mqar" if config.preset == "quick" else f"mqar-{config.preset}"
+  )
   console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
   started = time.perf_counter()
   train_missing(runs, out / "results.jsonl", console)
@@ -129,15 +131,25 @@ def parse(arguments: list[str]) -> Config:
   messages = io.StringIO()
   try:
     with contextlib.redirect_stderr(messages):
-      config = tyro.cli(Config, args=arguments, default=default, prog="mqar.py", config=(tyro.conf.FlagCreatePairsOff,))
+      config = tyro.cli(
+        Config,
+        args=arguments,
+        default=default,
+        prog="mqar.py",
+        config=(tyro.conf.FlagCreatePairsOff,),
+      )
   except SystemExit as end:
     if not end.code:  # --help
       raise
     box = [text.strip("│ ") for text in messages.getvalue().splitlines()[1:]]
-    said = itertools.takewhile(lambda text: text.strip("─╰╯"), box)  # what follows a rule repeats the help
+    said = itertools.takewhile(
+      lambda text: text.strip("─╰╯"), box
+    )  # what follows a rule repeats the help
     fail(" ".join(said))
   if config.mixers == ("all",):
-    config = dataclasses.replace(config, mixers=tuple(MIXERS), seeds=1 if config.seeds is None else config.seeds)
+    config = dataclasses.replace(
+      config, mixers=tuple(MIXERS), seeds=1 if config.seeds is None else config.seeds
+    )
   return config
 
 
@@ -177,21 +189,31 @@ def _runs(config: Config):
       raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
   for name in ("key_width", "value_width"):
     if getattr(config, name) is not None and getattr(config, name) < 1:
-      raise ValueError(f"--{name.replace('_', '-')} must be None or at least 1; got {getattr(config, name)}")
+      raise ValueError(
+        f"--{name.replace('_', '-')} must be None or at least 1; got {getattr(config, name)}"
+      )
   odd = [width for width in config.d_model if width < 1 or width % config.num_heads]
   if odd:
-    raise ValueError(f"--d-model must be a positive multiple of --num-heads {config.num_heads}; got {odd[0]}")
+    raise ValueError(
+      f"--d-model must be a positive multiple of --num-heads {config.num_heads}; got {odd[0]}"
+    )
   if min(config.learning_rates) <= 0:
     raise ValueError(f"--learning-rates must be positive; got {min(config.learning_rates)}")
 
-  cells = _together(length=config.length, pairs=config.pairs, batch=config.batch, steps=config.steps)
+  cells = _together(
+    length=config.length, pairs=config.pairs, batch=config.batch, steps=config.steps
+  )
   for cell in cells:
     if min(cell["batch"], cell["steps"]) < 1:
-      raise ValueError(f"--batch and --steps must be at least 1; got {cell['batch']} and {cell['steps']}")
+      raise ValueError(
+        f"--batch and --steps must be at least 1; got {cell['batch']} and {cell['steps']}"
+      )
   rows = tuple((cell["length"], cell["pairs"]) for cell in cells)
   tests = None
   if config.test_length or config.test_pairs:
-    tests = _together(test_length=config.test_length or config.length, test_pairs=config.test_pairs or config.pairs)
+    tests = _together(
+      test_length=config.test_length or config.length, test_pairs=config.test_pairs or config.pairs
+    )
     tests = tuple((cell["test_length"], cell["test_pairs"]) for cell in tests)
   if config.mixture:
     if len({(cell["batch"], cell["steps"]) for cell in cells}) > 1:
@@ -234,7 +256,9 @@ def _together(**values: tuple) -> list[dict]:
   count = max(map(len, values.values()))
   for name, given in values.items():
     if len(given) not in (1, count):
-      flags = ", ".join(f"--{name.replace('_', '-')} has {len(given)}" for name, given in values.items())
+      flags = ", ".join(
+        f"--{name.replace('_', '-')} has {len(given)}" for name, given in values.items()
+      )
       raise ValueError(f"flags that go together need one value or as many as the others: {flags}")
   whole = {name: given * (count if len(given) == 1 else 1) for name, given in values.items()}
   return [dict(zip(whole, each, strict=True)) for each in zip(*whole.values(), strict=True)]
@@ -255,14 +279,18 @@ def train_missing(runs: list[Run], results: pathlib.Path, console: Console) -> N
   finished = [line["config"] for line in done]
   missing = [run for run in runs if run.as_json() not in finished]
   if done:
-    console.print(f"{len(done)} of {len(runs)} runs stand in {results} already; delete it to run them again.")
+    console.print(
+      f"{len(done)} of {len(runs)} runs stand in {results} already; delete it to run them again."
+    )
   columns = (
     TextColumn("{task.description}"),
     BarColumn(),
     TextColumn("{task.completed}/{task.total}"),
     TimeElapsedColumn(),
   )
-  with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+  with Progress(
+    *columns, console=console, transient=True, disable=not console.is_terminal
+  ) as progress:
     overall = progress.add_task("runs", total=len(missing))
     current = progress.add_task("")
     for program, group in itertools.groupby(missing, key=lambda run: run.program):

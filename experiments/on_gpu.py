@@ -12,7 +12,16 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-OPS = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda", "rwkv7", "attention")
+OPS = (
+  "linear_attention",
+  "simple_gla",
+  "gla",
+  "delta_rule",
+  "gated_delta_rule",
+  "kda",
+  "rwkv7",
+  "attention",
+)
 SHAPES = (  # batch, tokens, heads, K = V
   (1, 4096, 8, 128),
   (4, 4096, 16, 64),
@@ -22,21 +31,57 @@ SHAPES = (  # batch, tokens, heads, K = V
 
 def commands(short: bool) -> dict[str, list[str]]:
   """What is run, by its headline."""
-  found = {"Tests": [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider"]}
+  found = {
+    "Tests": [
+      sys.executable,
+      "-m",
+      "pytest",
+      "-q",
+      "-n",
+      "0",
+      "-m",
+      "gpu",
+      "-p",
+      "no:cacheprovider",
+    ]
+  }
   for batch, length, heads, width in SHAPES[:1] if short else SHAPES:
     ops = OPS if length <= 4096 else OPS[:-1]
     found[f"B {batch}, T {length}, {heads} heads, K = V = {width}, bfloat16"] = [
-      sys.executable, "experiments/speed.py", "--device", "gpu", "--dtype", "bfloat16", "--forms", "chunked", "pallas",
-      "--batch", str(batch), "--length", str(length), "--heads", str(heads), "--width", str(width), "--ops", *ops,
-      "--associative", "linear_recurrence", *(["--no-baselines"] if length > 4096 else []),
-    ]  # fmt: skip
+      sys.executable,
+      "experiments/speed.py",
+      "--device",
+      "gpu",
+      "--dtype",
+      "bfloat16",
+      "--forms",
+      "chunked",
+      "pallas",
+      "--batch",
+      str(batch),
+      "--length",
+      str(length),
+      "--heads",
+      str(heads),
+      "--width",
+      str(width),
+      "--ops",
+      *ops,
+      "--associative",
+      "linear_recurrence",
+      *(["--no-baselines"] if length > 4096 else []),
+    ]
   return found
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--short", action="store_true", help="one shape only")
-  parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "gpu.md", help="the file that is written")
+  parser.add_argument(
+    "--out", type=pathlib.Path, default=ROOT / "docs" / "gpu.md", help="the file that is written"
+  )
   args = parser.parse_args()
   import jax
 

@@ -68,13 +68,19 @@ def hgrn(s: Sizes) -> Callable:
 def forgetting(s: Sizes) -> Callable:
   """As softmax attention."""
   return functools.partial(
-    L.ForgettingAttention, s.d_model, num_heads=s.num_heads, head_dim=s.key_width, max_length=s.length
+    L.ForgettingAttention,
+    s.d_model,
+    num_heads=s.num_heads,
+    head_dim=s.key_width,
+    max_length=s.length,
   )
 
 
 def mla(s: Sizes) -> Callable:
   """Without positions, as softmax attention here; its cache is as large as the keys and values of that."""
-  shared = dict(kv_rank=s.num_heads * s.key_width, rope_dim=s.num_heads * s.key_width, rope_theta=None)
+  shared = dict(
+    kv_rank=s.num_heads * s.key_width, rope_dim=s.num_heads * s.key_width, rope_theta=None
+  )
   widths = dict(num_heads=s.num_heads, head_dim=s.key_width, value_dim=s.value_width)
   return functools.partial(L.MLA, s.d_model, **widths, **shared, max_length=s.length)
 
@@ -91,7 +97,9 @@ def griffin(s: Sizes) -> Callable:
 
 def mamba2(s: Sizes) -> Callable:
   """Its head is as wide as the values, its state dimension is the keys'."""
-  return functools.partial(L.Mamba2, s.d_model, num_heads=s.num_heads, head_dim=s.value_width, state_dim=s.key_width)
+  return functools.partial(
+    L.Mamba2, s.d_model, num_heads=s.num_heads, head_dim=s.value_width, state_dim=s.key_width
+  )
 
 
 MIXERS: dict[str, Callable[[Sizes], Callable]] = {

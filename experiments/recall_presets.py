@@ -24,7 +24,9 @@ class Preset:
   flags: dict
   unstated: str = ""
   published: tuple[Published, ...] = ()
-  at_least: dict[str, float] = dataclasses.field(default_factory=dict)  # what must come out, by mixer
+  at_least: dict[str, float] = dataclasses.field(
+    default_factory=dict
+  )  # what must come out, by mixer
   below: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -38,7 +40,9 @@ def steps_of(epochs: int, rows: int, batch: int) -> int:
 
 
 def _columns(axis_values, **accuracy: str) -> dict[str, dict[float, str]]:
-  return {mixer: dict(zip(axis_values, text.split(), strict=True)) for mixer, text in accuracy.items()}
+  return {
+    mixer: dict(zip(axis_values, text.split(), strict=True)) for mixer, text in accuracy.items()
+  }
 
 
 WIDTHS = (64, 128, 256, 512)

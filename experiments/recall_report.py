@@ -16,7 +16,11 @@ LINES = ("-", "--", ":", "-.")
 
 def print_report(lines: list[dict], preset: Preset, console: Console, *, check_order: bool) -> None:
   """The tables, what was published, and whether the order that must come out did."""
-  tables = main_table(lines, published_texts(lines, preset)), rate_table(lines), test_rows_table(lines)
+  tables = (
+    main_table(lines, published_texts(lines, preset)),
+    rate_table(lines),
+    test_rows_table(lines),
+  )
   for table in tables:
     if table is not None:
       console.print(table)
@@ -24,7 +28,9 @@ def print_report(lines: list[dict], preset: Preset, console: Console, *, check_o
     console.print(f"published: {published.source}, by {published.axis}")
     if published.axis == "state_bytes":
       for mixer, figures in published.accuracy.items():
-        console.print(f"  {mixer}: " + ", ".join(f"{text} at {size:,.0f}" for size, text in figures.items()))
+        console.print(
+          f"  {mixer}: " + ", ".join(f"{text} at {size:,.0f}" for size, text in figures.items())
+        )
   if preset.unstated:
     console.print(f"note: {preset.unstated}")
   if check_order:
@@ -34,9 +40,17 @@ def print_report(lines: list[dict], preset: Preset, console: Console, *, check_o
 
 def order(lines: list[dict], preset: Preset) -> list[tuple[str, bool, str]]:
   """For each mixer of the preset's expectation that was run: its name, whether it held, and the figures."""
-  found = {mixer: mean(best_rate(cell), "accuracy") for (mixer,), cell in group(lines, "mixer").items()}
-  at_least = [(m, found[m] >= bar, f"{found[m]:.3f} ≥ {bar}") for m, bar in preset.at_least.items() if m in found]
-  below = [(m, found[m] < bar, f"{found[m]:.3f} < {bar}") for m, bar in preset.below.items() if m in found]
+  found = {
+    mixer: mean(best_rate(cell), "accuracy") for (mixer,), cell in group(lines, "mixer").items()
+  }
+  at_least = [
+    (m, found[m] >= bar, f"{found[m]:.3f} ≥ {bar}")
+    for m, bar in preset.at_least.items()
+    if m in found
+  ]
+  below = [
+    (m, found[m] < bar, f"{found[m]:.3f} < {bar}") for m, bar in preset.below.items() if m in found
+  ]
   return at_least + below
 
 
@@ -80,7 +94,9 @@ def rows_label(rows) -> str:
 
 def main_table(lines: list[dict], published: dict[tuple, str]) -> Table:
   """One row a mixer, model width and kind of rows: its best learning rate, mean ± standard deviation over the seeds."""
-  table = Table(title="Multi-query associative recall (mean ± standard deviation over seeds, on rows never seen)")
+  table = Table(
+    title="Multi-query associative recall (mean ± standard deviation over seeds, on rows never seen)"
+  )
   several_sizes = len(group(lines, "d_model", "train_rows")) > 1
   columns = [
     "mixer",
@@ -99,7 +115,9 @@ def main_table(lines: list[dict], published: dict[tuple, str]) -> Table:
     *(["published"] if published else []),
   ]
   for column in columns:
-    table.add_column(column, justify="left" if column in ("mixer", "rows") else "right", no_wrap=column == "mixer")
+    table.add_column(
+      column, justify="left" if column in ("mixer", "rows") else "right", no_wrap=column == "mixer"
+    )
   for (mixer, d_model, rows), cell in group(lines, *CELL).items():
     seeds = best_rate(cell)
     reached = [line["steps_to_99"] for line in seeds if line["steps_to_99"] is not None]
@@ -140,7 +158,9 @@ def rate_table(lines: list[dict]) -> Table | None:
     best = best_rate(cell)[0]["learning_rate"]
     by_rate = {rate: seeds for (rate,), seeds in group(cell, "learning_rate").items()}
     shown = [
-      f"{mean(by_rate[rate], 'accuracy'):.3f}{'*' if rate == best else ' '}" if rate in by_rate else ""
+      f"{mean(by_rate[rate], 'accuracy'):.3f}{'*' if rate == best else ' '}"
+      if rate in by_rate
+      else ""
       for rate in rates
     ]
     table.add_row(mixer, *([rows_label(rows), str(d_model)] if several_sizes else []), *shown)
@@ -159,7 +179,9 @@ def test_rows_table(lines: list[dict]) -> Table | None:
     table.add_column(name, justify="right")
   for (mixer, d_model, _), cell in group(lines, *CELL).items():
     seeds = best_rate(cell)
-    value = lambda name, seeds=seeds: statistics.fmean(line["accuracy_by_rows"][name] for line in seeds)
+    value = lambda name, seeds=seeds: statistics.fmean(
+      line["accuracy_by_rows"][name] for line in seeds
+    )
     shown = [f"{value(name):.3f}" if name in seeds[0]["accuracy_by_rows"] else "" for name in names]
     table.add_row(mixer, str(d_model), *shown)
   return table
@@ -169,7 +191,10 @@ def styles(lines: list[dict]) -> dict[str, dict]:
   """How each mixer of a figure is drawn: in a colour of its own, or, where there are more than ten, with a line of its own."""
   mixers = {line["mixer"] for line in lines}
   present = [mixer for mixer in MIXERS if mixer in mixers]
-  return {mixer: dict(color=f"C{i % 10}", linestyle=LINES[i // 10 % len(LINES)]) for i, mixer in enumerate(present)}
+  return {
+    mixer: dict(color=f"C{i % 10}", linestyle=LINES[i // 10 % len(LINES)])
+    for i, mixer in enumerate(present)
+  }
 
 
 def accuracy_over_steps(lines: list[dict], path: pathlib.Path) -> None:
@@ -183,8 +208,15 @@ def accuracy_over_steps(lines: list[dict], path: pathlib.Path) -> None:
       at = [[_at(curve, step) for curve in curves] for step in steps]
       axis.plot(steps, [statistics.fmean(values) for values in at], label=mixer, **style[mixer])
       colour = style[mixer]["color"]
-      axis.fill_between(steps, [min(v) for v in at], [max(v) for v in at], color=colour, alpha=0.15, linewidth=0)
-    axis.set(title=f"{rows_label(rows)}, width {d_model}", xlabel="steps", ylabel="accuracy", ylim=(0, 1.02))
+      axis.fill_between(
+        steps, [min(v) for v in at], [max(v) for v in at], color=colour, alpha=0.15, linewidth=0
+      )
+    axis.set(
+      title=f"{rows_label(rows)}, width {d_model}",
+      xlabel="steps",
+      ylabel="accuracy",
+      ylim=(0, 1.02),
+    )
     axis.grid(alpha=0.3)
   axes[0].legend(fontsize=8)
   figure.savefig(path, dpi=150)
@@ -197,9 +229,20 @@ def accuracy_against_state(lines: list[dict], path: pathlib.Path, preset: Preset
   for axis, ((rows,), panel) in zip(axes, panels.items(), strict=True):
     for (mixer,), cells in group(panel, "mixer").items():
       points = [best_rate(cell) for cell in group(cells, "d_model").values()]
-      x, y = [seeds[0]["state_bytes"] for seeds in points], [mean(seeds, "accuracy") for seeds in points]
-      error = [[value - min(line["accuracy"] for line in seeds) for value, seeds in zip(y, points, strict=True)],
-               [max(line["accuracy"] for line in seeds) - value for value, seeds in zip(y, points, strict=True)]]  # fmt: skip
+      x, y = (
+        [seeds[0]["state_bytes"] for seeds in points],
+        [mean(seeds, "accuracy") for seeds in points],
+      )
+      error = [
+        [
+          value - min(line["accuracy"] for line in seeds)
+          for value, seeds in zip(y, points, strict=True)
+        ],
+        [
+          max(line["accuracy"] for line in seeds) - value
+          for value, seeds in zip(y, points, strict=True)
+        ],
+      ]
       axis.errorbar(x, y, yerr=error, marker="o", label=mixer, capsize=3, **style[mixer])
     for published in preset.published:
       for mixer, figures in published.accuracy.items() if published.axis == "state_bytes" else ():
@@ -207,7 +250,11 @@ def accuracy_against_state(lines: list[dict], path: pathlib.Path, preset: Preset
         values, label = [float(text) for text in figures.values()], f"{mixer} (published)"
         axis.plot(list(figures), values, "o--", fillstyle="none", color=colour, label=label)
     axis.set(
-      title=rows_label(rows), xlabel="bytes of decode state, one row", ylabel="accuracy", xscale="log", ylim=(0, 1.05)
+      title=rows_label(rows),
+      xlabel="bytes of decode state, one row",
+      ylabel="accuracy",
+      xscale="log",
+      ylim=(0, 1.05),
     )
     axis.grid(alpha=0.3, which="both")
   axes[0].legend(fontsize=8)
@@ -226,7 +273,11 @@ def _panels(count: int):
 
 def _at(curve: list, step: int) -> float:
   """A run that stopped early keeps its last accuracy."""
-  return [accuracy for at, accuracy, _ in curve if at <= step][-1] if curve[0][0] <= step else curve[0][1]
+  return (
+    [accuracy for at, accuracy, _ in curve if at <= step][-1]
+    if curve[0][0] <= step
+    else curve[0][1]
+  )
 
 
 def _hashable(value):

@@ -32,7 +32,9 @@ class Run:
   value_width: int
   output_gate: bool
   vocab_size: int
-  train_rows: tuple[tuple[int, int], ...]  # (length, pairs) of the rows trained on, mixed by `shares`
+  train_rows: tuple[
+    tuple[int, int], ...
+  ]  # (length, pairs) of the rows trained on, mixed by `shares`
   test_rows: tuple[tuple[int, int], ...]  # (length, pairs) of the rows scored on
   shares: tuple[float, ...]
   filler: str
@@ -64,9 +66,13 @@ class Run:
 
 def build(run: Run, rngs: nnx.Rngs) -> RecallModel:
   """A short gated convolution and one mixer."""
-  sizes = Sizes(run.d_model, run.num_heads, run.key_width, run.value_width, run.longest, run.output_gate)
+  sizes = Sizes(
+    run.d_model, run.num_heads, run.key_width, run.value_width, run.longest, run.output_gate
+  )
   mixer = MIXERS[run.mixer](sizes)
-  return RecallModel(run.vocab_size, run.d_model, [functools.partial(GatedShortConv, run.d_model), mixer], rngs=rngs)
+  return RecallModel(
+    run.vocab_size, run.d_model, [functools.partial(GatedShortConv, run.d_model), mixer], rngs=rngs
+  )
 
 
 def measure(run: Run) -> dict[str, int]:
@@ -77,7 +83,10 @@ def measure(run: Run) -> dict[str, int]:
     return nnx.state(model, nnx.Param), model.init_state(1)
 
   parameters, state = map(jax.tree.leaves, jax.eval_shape(shapes))
-  return dict(parameters=sum(x.size for x in parameters), state_bytes=sum(x.size * x.dtype.itemsize for x in state))
+  return dict(
+    parameters=sum(x.size for x in parameters),
+    state_bytes=sum(x.size * x.dtype.itemsize for x in state),
+  )
 
 
 def schedule(run: Run) -> optax.Schedule:
@@ -106,7 +115,8 @@ class Program:
     carry, key = jax.eval_shape(self._initial, jax.random.key(0)), jax.random.key(0)
     self._advance = jax.jit(self._train_block, donate_argnums=0).lower(carry, key, 0.1, 1).compile()
     self._scores = [
-      jax.jit(functools.partial(self._score, rows)).lower(carry[:2], key).compile() for rows in run.test_rows
+      jax.jit(functools.partial(self._score, rows)).lower(carry[:2], key).compile()
+      for rows in run.test_rows
     ]
     self.compile_seconds = time.perf_counter() - started
 
@@ -117,7 +127,15 @@ class Program:
   def _rows(self, rows: tuple[int, int], key, batch: int):
     length, pairs = rows
     run = self.run
-    return mqar(key, batch, vocab_size=run.vocab_size, length=length, pairs=pairs, filler=run.filler, power=run.power)
+    return mqar(
+      key,
+      batch,
+      vocab_size=run.vocab_size,
+      length=length,
+      pairs=pairs,
+      filler=run.filler,
+      power=run.power,
+    )
 
   def _loss(self, rows, parameters, rest, key):
     model = nnx.merge(self.graph, parameters, rest)
@@ -125,7 +143,9 @@ class Program:
 
   def _train_block(self, carry, key, learning_rate, count):
     """`count` steps, each on fresh rows; in a mixture, of one kind that is drawn for it. Returns the mean loss too."""
-    branches = [jax.value_and_grad(functools.partial(self._loss, rows)) for rows in self.run.train_rows]
+    branches = [
+      jax.value_and_grad(functools.partial(self._loss, rows)) for rows in self.run.train_rows
+    ]
     log_shares = jnp.log(jnp.asarray(self.run.shares))
 
     def step(i, carry):
@@ -156,9 +176,14 @@ class Program:
     """Accuracy and all-correct rate on held-out rows, by kind of row."""
     key = jax.random.fold_in(jax.random.key(HELD_OUT), fold)
     scores = [jax.device_get(score(carry[:2], key)) for score in self._scores]
-    return {name_of(rows): (float(a), float(w)) for rows, (a, w) in zip(self.run.test_rows, scores, strict=True)}
+    return {
+      name_of(rows): (float(a), float(w))
+      for rows, (a, w) in zip(self.run.test_rows, scores, strict=True)
+    }
 
-  def train(self, seed: int, learning_rate: float, on_progress: Callable[[int, float, float], None]) -> dict:
+  def train(
+    self, seed: int, learning_rate: float, on_progress: Callable[[int, float, float], None]
+  ) -> dict:
     """Trains until the steps are done or the held-out rows are answered; the metrics of one line of results."""
     run, carry = self.run, self._init(jax.random.key(seed))
     key = jax.random.fold_in(jax.random.key(seed), 1)
@@ -205,4 +230,8 @@ def _mean(scores: dict[str, tuple[float, float]], which: int) -> float:
 
 def _saturated(curve: list, run: Run) -> bool:
   last = curve[-run.stop_checks :]
-  return run.stop_at is not None and len(last) == run.stop_checks and all(point[1] >= run.stop_at for point in last)
+  return (
+    run.stop_at is not None
+    and len(last) == run.stop_checks
+    and all(point[1] >= run.stop_at for point in last)
+  )

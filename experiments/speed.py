@@ -60,7 +60,9 @@ def new_console() -> Console:
 
 def run(config: Config, console: Console, kept: bool = False) -> None:
   started = time.perf_counter()
-  config = dataclasses.replace(config, forms=config.forms or FORMS[: 5 if platform() == "gpu" else 4])
+  config = dataclasses.replace(
+    config, forms=config.forms or FORMS[: 5 if platform() == "gpu" else 4]
+  )
   others, missing = ({}, "") if config.no_baselines else installed(platform())
   rows = plan(config, others)
   measured = measure(config, rows, console)
@@ -77,13 +79,17 @@ def run(config: Config, console: Console, kept: bool = False) -> None:
     scaled, scaling_kept = scaling_apart(config) if apart else (scaling(config, console), kept)
     console.print(scaling_table(config, scaled, scaling_kept))
     lines += [line | {"memory_kept": scaling_kept} for line in scaled]
-  console.print(f"Wall time of one process on a shared machine: {describe_device()}, jax {jax.__version__}.")
+  console.print(
+    f"Wall time of one process on a shared machine: {describe_device()}, jax {jax.__version__}."
+  )
   if config.out:
     for line in lines:
       made = {"config": as_json(config), "versions": versions() | {"device": describe_device()}}
       append(config.out, {"memory_kept": kept} | line | made)
     console.print(f"{len(lines)} lines added to {config.out}")
-  console.print(f"{time.perf_counter() - started:.0f} seconds in all, {sum(os.times()[:4]):.0f} of CPU time")
+  console.print(
+    f"{time.perf_counter() - started:.0f} seconds in all, {sum(os.times()[:4]):.0f} of CPU time"
+  )
 
 
 def scaling_apart(config: Config) -> tuple[list[dict], bool]:

@@ -127,7 +127,9 @@ def mlstm(q, k, v, i, f):
     below = jnp.maximum(abs(jnp.einsum("bhk,bhk->bh", q, n)), jnp.exp(-top))
     return (C, n, top), jnp.einsum("bhk,bhkv->bhv", q, C) / below[..., None]
 
-  return over_tokens(step, (_zeros(k, v), jnp.zeros_like(k[:, 0]), jnp.zeros_like(i[:, 0])), q, k, v, i, f)
+  return over_tokens(
+    step, (_zeros(k, v), jnp.zeros_like(k[:, 0]), jnp.zeros_like(i[:, 0])), q, k, v, i, f
+  )
 
 
 def linear_recurrence(x, log_a):
@@ -147,7 +149,9 @@ def linear_attention_associative(q, k, v, g=None):
   writes = jnp.einsum("bthk,bthv->bthkv", k, v)
   if gates:
     decays = jnp.exp(_over_state(gates[0], writes))
-    states = lax.associative_scan(lambda x, y: (x[0] * y[0], y[0] * x[1] + y[1]), (decays, writes), axis=1)[1]
+    states = lax.associative_scan(
+      lambda x, y: (x[0] * y[0], y[0] * x[1] + y[1]), (decays, writes), axis=1
+    )[1]
   else:
     states = lax.associative_scan(jnp.add, writes, axis=1)
   return jnp.einsum("bthk,bthkv->bthv", q, states), states[:, -1]
@@ -160,7 +164,9 @@ def delta_rule_associative(q, k, v, beta, g=None):
   writes = jnp.einsum("bthk,bthv,bth->bthkv", k, v, beta)
 
   def join(x, y):
-    return jnp.einsum("bthij,bthjk->bthik", y[0], x[0]), jnp.einsum("bthij,bthjv->bthiv", y[0], x[1]) + y[1]
+    return jnp.einsum("bthij,bthjk->bthik", y[0], x[0]), jnp.einsum(
+      "bthij,bthjv->bthiv", y[0], x[1]
+    ) + y[1]
 
   states = lax.associative_scan(join, (maps, writes), axis=1)[1]
   return jnp.einsum("bthk,bthkv->bthv", q, states), states[:, -1]
@@ -194,7 +200,10 @@ def dot_product_attention(q, k, v):
   return jax.nn.dot_product_attention(q, k, v, is_causal=True), ()
 
 
-_ADDITIVE = {TOKEN_SCAN: Baseline(linear_attention), ASSOCIATIVE_SCAN: Baseline(linear_attention_associative)}
+_ADDITIVE = {
+  TOKEN_SCAN: Baseline(linear_attention),
+  ASSOCIATIVE_SCAN: Baseline(linear_attention_associative),
+}
 _CORRECTED = {TOKEN_SCAN: Baseline(delta_rule), ASSOCIATIVE_SCAN: Baseline(delta_rule_associative)}
 
 PLAIN: dict[str, dict[str, Baseline]] = {
@@ -254,7 +263,11 @@ def installed(platform: str = "cpu") -> tuple[dict[str, dict[str, Baseline]], st
   found: dict[str, dict[str, Baseline]] = {}
   missing = []
   fla = functools.partial(_fla, platform)
-  for library, load in {"jla": _jla, "fla (torch)": fla, "transformers (torch)": _transformers}.items():
+  for library, load in {
+    "jla": _jla,
+    "fla (torch)": fla,
+    "transformers (torch)": _transformers,
+  }.items():
     try:
       for op, call in load().items():
         found.setdefault(op, {})[library] = Baseline(call, "torch" if "torch" in library else "jax")
@@ -303,7 +316,9 @@ def _fla(platform: str) -> dict[str, Callable]:
     "delta_rule": delta,
     "gated_delta_rule": _with_state(of("gated_delta_rule", "naive_chunk_gated_delta_rule")),
     "kda": _with_state(of("kda", "naive_chunk_kda")),
-    "linear_recurrence": lambda x, log_a: of("hgrn", "naive_recurrent_hgrn")(x, log_a, output_final_state=True),
+    "linear_recurrence": lambda x, log_a: of("hgrn", "naive_recurrent_hgrn")(
+      x, log_a, output_final_state=True
+    ),
   }
 
 

@@ -18,7 +18,9 @@ class Op:
   call: Callable[..., tuple]  # (**inputs, impl=) -> (outputs, state)
   draw: Callable[..., dict[str, np.ndarray]]  # (generator, config, T) -> inputs
   step: Callable[..., tuple] | None  # (state, **inputs without T) -> (state, output)
-  map_size: Callable[[Any], int]  # config -> numbers in the maps that an associative scan keeps for one token
+  map_size: Callable[
+    [Any], int
+  ]  # config -> numbers in the maps that an associative scan keeps for one token
   meaning: str = ""  # what the name does not say
   untimed: tuple[str, ...] = ()  # inputs without an axis T
 
@@ -66,7 +68,11 @@ def _rwkv6(rng, c, T):
 
 def _gdn2(rng, c, T):
   x = _gated(_qkv, "channel")(rng, c, T)
-  return x | {"k": _unit(x["k"]), "erase": _sigmoid(rng, *x["k"].shape), "write": _sigmoid(rng, *x["v"].shape)}
+  return x | {
+    "k": _unit(x["k"]),
+    "erase": _sigmoid(rng, *x["k"].shape),
+    "write": _sigmoid(rng, *x["v"].shape),
+  }
 
 
 def _delta_product(rng, c, T):
@@ -94,14 +100,19 @@ def _comba(rng, c, T):
 
 
 def _mlstm(rng, c, T):
-  gates = {"i": rng.standard_normal((c.batch, T, c.heads)), "f": _log_decay(rng, c.batch, T, c.heads)}
+  gates = {
+    "i": rng.standard_normal((c.batch, T, c.heads)),
+    "f": _log_decay(rng, c.batch, T, c.heads),
+  }
   return _qkv(rng, c, T) | gates
 
 
 _additive_map = lambda c: c.batch * c.heads * c.width * (c.value_width or c.width)
 _matrix_map = lambda c: _additive_map(c) + c.batch * c.heads * c.width * c.width
 _value_map = lambda c: _additive_map(c) + c.batch * c.heads * (c.value_width or c.width) ** 2
-_linear = functools.partial(Op, lajax.linear_attention, step=R.linear_attention_step, map_size=_additive_map)
+_linear = functools.partial(
+  Op, lajax.linear_attention, step=R.linear_attention_step, map_size=_additive_map
+)
 _corrected = functools.partial(Op, lajax.delta_rule, step=R.delta_rule_step, map_size=_matrix_map)
 _low_rank = functools.partial(Op, lajax.dplr, step=R.dplr_step, map_size=_matrix_map)
 
@@ -120,13 +131,20 @@ CORE: dict[str, Op] = {  # timed by default
   "gated_delta_rule": _corrected(draw=_gated(_delta, "head")),
   "kda": _corrected(draw=_gated(_delta, "channel"), meaning="delta rule, one decay a channel"),
   "linear_recurrence": Op(
-    lajax.linear_recurrence, _elementwise, R.linear_recurrence_step, lambda c: 2 * c.batch * c.heads * c.width
+    lajax.linear_recurrence,
+    _elementwise,
+    R.linear_recurrence_step,
+    lambda c: 2 * c.batch * c.heads * c.width,
   ),
-  "attention": Op(lambda q, k, v, impl: (lajax.attention(q, k, v, impl=impl), ()), _qkv, None, lambda c: 0),
+  "attention": Op(
+    lambda q, k, v, impl: (lajax.attention(q, k, v, impl=impl), ()), _qkv, None, lambda c: 0
+  ),
 }
 
 OPS: dict[str, Op] = CORE | {
-  "rwkv6": _linear(draw=_rwkv6, meaning="gla with a bonus for the token itself", untimed=("bonus",)),
+  "rwkv6": _linear(
+    draw=_rwkv6, meaning="gla with a bonus for the token itself", untimed=("bonus",)
+  ),
   "gdn2": Op(
     functools.partial(lajax.delta_rule, beta=None),
     _gdn2,
@@ -141,7 +159,9 @@ OPS: dict[str, Op] = CORE | {
     lambda c: STEPS * _matrix_map(c),
     meaning=f"{STEPS} delta steps a token, one decay a head",
   ),
-  "gated_oja": Op(lajax.gated_oja, _oja, R.gated_oja_step, _value_map, meaning="one decay a channel of the value"),
+  "gated_oja": Op(
+    lajax.gated_oja, _oja, R.gated_oja_step, _value_map, meaning="one decay a channel of the value"
+  ),
   "rwkv7": _low_rank(draw=_rwkv7, meaning="dplr, one decay a channel"),
   "comba": _low_rank(draw=_comba, meaning="dplr, one decay a head"),
   "mlstm": Op(lajax.mlstm, _mlstm, R.mlstm_step, _additive_map),

@@ -63,12 +63,16 @@ def parse(arguments: list[str]) -> Config:
   messages = io.StringIO()
   try:
     with contextlib.redirect_stderr(messages):
-      config = tyro.cli(Config, args=arguments, prog="speed.py", config=(tyro.conf.FlagCreatePairsOff,))
+      config = tyro.cli(
+        Config, args=arguments, prog="speed.py", config=(tyro.conf.FlagCreatePairsOff,)
+      )
   except SystemExit as end:
     if not end.code:  # --help
       raise
     box = [text.strip("│ ") for text in messages.getvalue().splitlines()[1:]]
-    fail(" ".join(itertools.takewhile(lambda text: text.strip("─╰╯"), box)))  # what follows a rule repeats the help
+    fail(
+      " ".join(itertools.takewhile(lambda text: text.strip("─╰╯"), box))
+    )  # what follows a rule repeats the help
   every = {name: tuple(OPS) for name in ("ops", "associative") if getattr(config, name) == ("all",)}
   config = dataclasses.replace(config, **every)
   if not config.ops or config.forms == ():
@@ -81,7 +85,16 @@ def parse(arguments: list[str]) -> Config:
     unknown = [name for name in given if name not in known]
     if unknown:
       fail(f"--{flag}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-  for name in ("length", "batch", "heads", "width", "value_width", "repeats", "lengths", "positions"):
+  for name in (
+    "length",
+    "batch",
+    "heads",
+    "width",
+    "value_width",
+    "repeats",
+    "lengths",
+    "positions",
+  ):
     value = getattr(config, name)
     least = min(value, default=0) if isinstance(value, tuple) else value
     if least is not None and least < 1:
@@ -103,7 +116,9 @@ def choose_device(config: Config) -> None:
     try:
       jax.config.update("jax_default_device", jax.devices(config.device)[0])
     except RuntimeError:
-      fail(f"--device {config.device}: JAX sees no such device, only {', '.join(map(str, jax.devices()))}")
+      fail(
+        f"--device {config.device}: JAX sees no such device, only {', '.join(map(str, jax.devices()))}"
+      )
 
 
 def device():
@@ -120,7 +135,9 @@ def describe_device() -> str:
     return device().device_kind
   info = pathlib.Path("/proc/cpuinfo")
   lines = info.read_text().splitlines() if info.exists() else []
-  name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+  name = next(
+    (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU"
+  )
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
   return f"{name}, {cores} cores"
 

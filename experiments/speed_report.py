@@ -12,11 +12,21 @@ from speed_timing import MAPS_MIB, Row, milliseconds
 
 def forms_table(config: Config, rows: Sequence[Row]) -> Table:
   value_width = config.value_width or config.width
-  sizes = f"batch {config.batch}, {config.heads} heads, K {config.width}, V {value_width}, {config.dtype}"
+  sizes = (
+    f"batch {config.batch}, {config.heads} heads, K {config.width}, V {value_width}, {config.dtype}"
+  )
   table = Table(title=f"Speed: {sizes}; {describe_device()}; median of {config.repeats} rounds")
   for name in ("op", "form or baseline"):
     table.add_column(name, no_wrap=True)
-  for name in ("tokens", "forward ms", "f+b ms", "lowest - highest", "ratio", "compile s", "temp MiB"):
+  for name in (
+    "tokens",
+    "forward ms",
+    "f+b ms",
+    "lowest - highest",
+    "ratio",
+    "compile s",
+    "temp MiB",
+  ):
     table.add_column(name, justify="right", no_wrap=True)
   for row, following in itertools.zip_longest(rows, rows[1:]):
     number = lambda x, form=".1f": "-" if x is None else format(x, form)
@@ -51,16 +61,24 @@ def notes(config: Config, rows: Sequence[Row]) -> list[str]:
       f"exceed {MAPS_MIB} MiB; attention's recurrent form, which reads all keys for each query. "
       f"Not timed at {config.length}."
     )
-  for why, group in itertools.groupby(sorted(rows, key=lambda row: row.why_not), key=lambda row: row.why_not):
+  for why, group in itertools.groupby(
+    sorted(rows, key=lambda row: row.why_not), key=lambda row: row.why_not
+  ):
     if why:
       found.append(f"{', '.join(f'{row.op} {row.name}' for row in group)}: {why}")
   tolerance = 1e-3 if config.dtype in ("float32", "float64") else 0.1
   for (op, T), group in itertools.groupby(rows, key=lambda row: (row.op, row.length)):
     losses = {row.name: row.loss for row in group if row.loss is not None}
     first = next(iter(losses.values()), 0.0)
-    odd = [f"{name} {loss:.6g}" for name, loss in losses.items() if not abs(loss - first) <= tolerance * abs(first)]
+    odd = [
+      f"{name} {loss:.6g}"
+      for name, loss in losses.items()
+      if not abs(loss - first) <= tolerance * abs(first)
+    ]
     if odd:
-      found.append(f"{op} at {T} tokens: these losses differ from {next(iter(losses))}'s {first:.6g}: {', '.join(odd)}")
+      found.append(
+        f"{op} at {T} tokens: these losses differ from {next(iter(losses))}'s {first:.6g}: {', '.join(odd)}"
+      )
   return found
 
 

@@ -60,7 +60,9 @@ def plan(config: Config, others: dict[str, dict[str, Baseline]]) -> list[Row]:
   for op in config.ops:
     baselines = {} if config.no_baselines else PLAIN[op] | others.get(op, {})
     if op not in config.associative:
-      baselines = {name: baseline for name, baseline in baselines.items() if name != ASSOCIATIVE_SCAN}
+      baselines = {
+        name: baseline for name, baseline in baselines.items() if name != ASSOCIATIVE_SCAN
+      }
     short = short_length(config, op)
     names: list[tuple[str, Baseline | None]] = [(form, None) for form in config.forms or FORMS]
     names += baselines.items()
@@ -68,7 +70,11 @@ def plan(config: Config, others: dict[str, dict[str, Baseline]]) -> list[Row]:
     if short == config.length or not few:
       rows += [Row(op, name, config.length, baseline) for name, baseline in names]
       continue
-    rows += [Row(op, name, config.length, baseline) for name, baseline in names if not needs_short(op, name)]
+    rows += [
+      Row(op, name, config.length, baseline)
+      for name, baseline in names
+      if not needs_short(op, name)
+    ]
     untimed = op not in config.associative and [name for name, _ in few] == ["associative"]
     if reference_of(op) in baselines and not untimed:
       few.append((reference_of(op), baselines[reference_of(op)]))
@@ -153,7 +159,9 @@ def measure(config: Config, rows: Sequence[Row], console: Console) -> list[Row]:
       if row.name == "associative" and row.op not in config.associative:
         row.why_not = "not timed, as it takes long to compile; --associative all does"
         continue
-      earlier = {m: p for m, p in timed.items() if rows[m].op == row.op and isinstance(p, JaxProgram)}
+      earlier = {
+        m: p for m, p in timed.items() if rows[m].op == row.op and isinstance(p, JaxProgram)
+      }
       try:
         program = build(config, row, earlier.values())
         if isinstance(program, JaxProgram) and program.twin is not None:
@@ -166,7 +174,9 @@ def measure(config: Config, rows: Sequence[Row], console: Console) -> list[Row]:
         continue
       try:
         row.loss = program.both()
-      except RuntimeError as error:  # code of other libraries that writes in place cannot be differentiated
+      except (
+        RuntimeError
+      ) as error:  # code of other libraries that writes in place cannot be differentiated
         if not isinstance(program, TorchTimer):
           raise
         row.why_not = f"no gradients: {str(error).splitlines()[0]}"
@@ -182,7 +192,10 @@ def measure(config: Config, rows: Sequence[Row], console: Console) -> list[Row]:
           times.append(seconds_of(run, on_gpu))
       progress.advance(task)
   for row, twin in twins:
-    copied = {name: getattr(twin, name) for name in ("forward", "both", "compile_seconds", "temp_mib", "loss")}
+    copied = {
+      name: getattr(twin, name)
+      for name in ("forward", "both", "compile_seconds", "temp_mib", "loss")
+    }
     for name, value in copied.items():
       setattr(row, name, value)
     row.why_not = f"the same program as {twin.name}"
@@ -198,7 +211,9 @@ def build(config: Config, row: Row, earlier: Iterable[JaxProgram]) -> "JaxProgra
   if row.baseline.library == "torch":
     return TorchTimer(row.baseline.call, inputs, platform())
   half = config.dtype in ("bfloat16", "float16")
-  with jax.default_matmul_precision("default" if half else "highest"):  # as lajax computes: no tf32 for float32
+  with jax.default_matmul_precision(
+    "default" if half else "highest"
+  ):  # as lajax computes: no tf32 for float32
     return JaxProgram(row.baseline.call, inputs)
 
 
@@ -231,7 +246,9 @@ def ratio(row: Row, rows: Sequence[Row]) -> float | None:
   same = [r for r in rows if (r.op, r.name, r.length) == (row.op, reference_of(row.op), row.length)]
   if not same or not same[0].both or not row.both:
     return None
-  return statistics.median(theirs / ours for theirs, ours in zip(same[0].both, row.both, strict=True))
+  return statistics.median(
+    theirs / ours for theirs, ours in zip(same[0].both, row.both, strict=True)
+  )
 
 
 def decode(config: Config) -> list[dict]:
@@ -246,9 +263,15 @@ def decode(config: Config) -> list[dict]:
     timed = {key: x for key, x in pool.items() if key not in shared}
     token = shared | {key: x[:, 0] for key, x in timed.items()}
     shapes = jax.eval_shape(functools.partial(op.call, impl="recurrent"), **pool)[1]
-    step = jax.jit(functools.partial(_one_step, op.step), donate_argnums=0).lower(shapes, token).compile()
+    step = (
+      jax.jit(functools.partial(_one_step, op.step), donate_argnums=0)
+      .lower(shapes, token)
+      .compile()
+    )
     advance = jax.jit(functools.partial(_many_steps, op.step))
-    states = {position: advance(_zeros(shapes), timed, shared, position) for position in config.positions}
+    states = {
+      position: advance(_zeros(shapes), timed, shared, position) for position in config.positions
+    }
     times: dict[int, list[float]] = {position: [] for position in states}
     for n, position in itertools.product(range(1 + DECODE_ROUNDS * config.repeats), states):
       state = states[position]
@@ -272,7 +295,9 @@ def _many_steps(step: Callable, state, pool, shared, count):
   """The state after so many tokens, taken from a pool in turn."""
 
   def body(n, state):
-    token = {key: jax.lax.dynamic_index_in_dim(x, n % POOL, 1, keepdims=False) for key, x in pool.items()}
+    token = {
+      key: jax.lax.dynamic_index_in_dim(x, n % POOL, 1, keepdims=False) for key, x in pool.items()
+    }
     return step(state, **shared, **token)[0]
 
   return jax.lax.fori_loop(0, count, body, state)
@@ -301,7 +326,9 @@ def scaling(config: Config, console: Console) -> list[dict]:
       for _, (T, program) in itertools.product(range(config.repeats), programs.items()):
         times[T].append(seconds_of(program.both, on_gpu))
       medians = [statistics.median(t) for t in times.values()]
-      slope = float(np.polyfit(np.log(list(times)), np.log(medians), 1)[0]) if len(times) > 1 else None
+      slope = (
+        float(np.polyfit(np.log(list(times)), np.log(medians), 1)[0]) if len(times) > 1 else None
+      )
       for T, t in times.items():
         where = {"task": "speed_scaling", "op": name, "name": "chunked", "length": T}
         lines.append(where | {"both_ms": milliseconds(t), "both_seconds": t, "slope": slope})

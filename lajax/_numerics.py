@@ -18,7 +18,9 @@ NEGLIGIBLE = -1e30  # a log decay below which exp is 0 in every dtype, and whose
 
 def accumulation_dtype(*arrays) -> jnp.dtype:
   """float32, or float64 where any input is float64: the dtype of states, gates, sums and solves."""
-  return jnp.dtype(jnp.float64 if any(x is not None and x.dtype == jnp.float64 for x in arrays) else jnp.float32)
+  return jnp.dtype(
+    jnp.float64 if any(x is not None and x.dtype == jnp.float64 for x in arrays) else jnp.float32
+  )
 
 
 def product_precision(*arrays) -> lax.Precision:
@@ -53,12 +55,16 @@ def transposed(x: Array) -> Array:
 
 def row_sums(x: Float[Array, "*M K"]) -> Float[Array, "*M 1"]:
   """Sums over the last axis, as a product with ones: XLA's CPU compiler makes one loop of it, and three of a reduction."""
-  return jnp.matmul(x, alike(jnp.ones((x.shape[-1], 1), x.dtype), x), precision=lax.Precision.HIGHEST)
+  return jnp.matmul(
+    x, alike(jnp.ones((x.shape[-1], 1), x.dtype), x), precision=lax.Precision.HIGHEST
+  )
 
 
 def spread(x: Float[Array, "*M"], size: int) -> Float[Array, "*M K"]:
   """x in each of `size` columns, so that its cotangent is made by `row_sums`."""
-  return jnp.matmul(x[..., None], alike(jnp.ones((1, size), x.dtype), x), precision=lax.Precision.HIGHEST)
+  return jnp.matmul(
+    x[..., None], alike(jnp.ones((1, size), x.dtype), x), precision=lax.Precision.HIGHEST
+  )
 
 
 def diagonal(x: Array, size: int) -> Float[Array, "K K"]:
@@ -95,7 +101,9 @@ class Masks(NamedTuple):
 
 def segment_masks(runs: Int[Array, "C"], run_before: Int[Array, ""]) -> Masks:
   """The masks of a chunk, from the segment of each token and of the token before the chunk."""
-  return Masks(runs[:, None] == runs[None, :], runs == run_before, runs == runs[-1], runs[-1] == run_before)
+  return Masks(
+    runs[:, None] == runs[None, :], runs == run_before, runs == runs[-1], runs[-1] == run_before
+  )
 
 
 class Decay(NamedTuple):
@@ -104,17 +112,26 @@ class Decay(NamedTuple):
   `head`, `tail`, `before` and `total` are [C 1] and [1] for one decay a head, [C K] and [K] for one a channel.
   """
 
-  between: Float[Array, "C C"]  # one decay a head: the decays themselves; one a channel: 1 inside a segment, else 0
+  between: Float[
+    Array, "C C"
+  ]  # one decay a head: the decays themselves; one a channel: 1 inside a segment, else 0
   head: Float[Array, "C K"]
   tail: Float[Array, "C K"]
   total: Float[Array, "K"]
   before: Float[Array, "C K"]
   same: Bool[Array, "C C"] | None  # inside a segment; None without segments
   small: "_Small | None"  # one a channel: the halves inside blocks of 16 tokens
-  halves: tuple  # for h = 16, 32 .. the products (from its half's start to i, after j to its half's end)
+  halves: (
+    tuple  # for h = 16, 32 .. the products (from its half's start to i, after j to its half's end)
+  )
 
   def scores(
-    self, readers: Float[Array, "C R K"], writers: Float[Array, "C W K"], precision, *, careful: bool = False
+    self,
+    readers: Float[Array, "C R K"],
+    writers: Float[Array, "C W K"],
+    precision,
+    *,
+    careful: bool = False,
   ) -> Float[Array, "C R C W"]:
     """sum_c readers_irc between(i, j)_c writers_jwc for j <= i, else 0. `careful`: to be inverted."""
     product = functools.partial(_careful_matmul if careful else jnp.matmul, precision=precision)
@@ -127,11 +144,18 @@ class Decay(NamedTuple):
     found = product(small.decayed(readers), jnp.swapaxes(small.decayed(writers), -1, -2))
     squares = jnp.where(small.keep(R, W), found, 0).sum(0).reshape(-1, small.side, R, small.side, W)
     own = row_sums(readers[:, :, None] * writers[:, None]).reshape(-1, small.side, R, 1, W)
-    blocks = jnp.where(np.eye(small.side, dtype=bool)[:, None, :, None], own, squares)  # [C/h h R h W]
+    blocks = jnp.where(
+      np.eye(small.side, dtype=bool)[:, None, :, None], own, squares
+    )  # [C/h h R h W]
     for n, (upto, after) in enumerate(self.halves, small.levels):
       h = 2**n
-      later, earlier = _half(readers, n, 1) * _half(upto, n, 1), _half(writers, n, 0) * _half(after, n, 0)
-      corner = product(later.reshape(-1, h * R, K), jnp.swapaxes(earlier.reshape(-1, h * W, K), -1, -2))
+      later, earlier = (
+        _half(readers, n, 1) * _half(upto, n, 1),
+        _half(writers, n, 0) * _half(after, n, 0),
+      )
+      corner = product(
+        later.reshape(-1, h * R, K), jnp.swapaxes(earlier.reshape(-1, h * W, K), -1, -2)
+      )
       blocks = _joined(blocks.reshape(-1, 2, h * R, h * W), corner)
     return blocks.reshape(C, R, C, W) * self.between[:, None, :, None]
 
@@ -144,7 +168,12 @@ class Decay(NamedTuple):
       d = d.reshape(C * R, C * W)
       found = product(d, writers.reshape(-1, K)), product(transposed(d), readers.reshape(-1, K))
       return found[0].reshape(readers.shape), found[1].reshape(writers.shape)
-    dreaders, dwriters, blocks, small = jnp.zeros_like(readers), jnp.zeros_like(writers), d[None], self.small
+    dreaders, dwriters, blocks, small = (
+      jnp.zeros_like(readers),
+      jnp.zeros_like(writers),
+      d[None],
+      self.small,
+    )
     for n, (upto, after) in reversed(list(enumerate(self.halves, small.levels))):
       h = 2**n
       pair = blocks.reshape(-1, 2, h * R, 2, h * W)
@@ -152,7 +181,10 @@ class Decay(NamedTuple):
       upto, after = _half(upto, n, 1), _half(after, n, 0)
       later, earlier = _half(readers, n, 1) * upto, _half(writers, n, 0) * after
       dlater = product(corner, earlier.reshape(-1, h * W, K)).reshape(later.shape) * upto
-      dearlier = product(jnp.swapaxes(corner, -1, -2), later.reshape(-1, h * R, K)).reshape(earlier.shape) * after
+      dearlier = (
+        product(jnp.swapaxes(corner, -1, -2), later.reshape(-1, h * R, K)).reshape(earlier.shape)
+        * after
+      )
       dreaders, dwriters = dreaders + _unhalf(dlater, 1), dwriters + _unhalf(dearlier, 0)
     squares = blocks.reshape(-1, small.side * R, small.side * W)
     keep = small.keep(R, W)
@@ -163,13 +195,19 @@ class Decay(NamedTuple):
     dwriters += small.decayed_pullback(dearlier, writers.shape)
     return lax.optimization_barrier((dreaders, dwriters))
 
-  def scores_before(self, readers, writers, precision, *, careful: bool = False) -> Float[Array, "C R C W"]:
+  def scores_before(
+    self, readers, writers, precision, *, careful: bool = False
+  ) -> Float[Array, "C R C W"]:
     """sum_c readers_irc between(i - 1, j)_c writers_jwc for j < i, else 0: reading before their own token's decay."""
-    return self.inside(preceding(self.scores(following(readers), writers, precision, careful=careful)))
+    return self.inside(
+      preceding(self.scores(following(readers), writers, precision, careful=careful))
+    )
 
   def scores_before_pullback(self, d: Float[Array, "C R C W"], readers, writers, precision):
     """Cotangents from that of `scores_before` where j < i - 1; between neighbours stands no decay."""
-    dreaders, dwriters = self.scores_pullback(following(self.inside(d)), following(readers), writers, precision)
+    dreaders, dwriters = self.scores_pullback(
+      following(self.inside(d)), following(readers), writers, precision
+    )
     return preceding(dreaders), dwriters
 
   def neighbours(self, d: Float[Array, "C ..."]) -> Float[Array, "C ..."]:
@@ -284,14 +322,20 @@ def _chosen(first: Array, second: Array, axis: int) -> Array:
   """Two along the axis: of `first`, then of `second`. Each has two there, or one, or is a number."""
   is_first = np.array([True, False]).reshape(-1, *(1,) * (max(first.ndim, second.ndim) - 1 - axis))
   shape = np.broadcast_shapes(is_first.shape, first.shape, second.shape)
-  return lax.select(*(jnp.broadcast_to(x, shape) for x in (is_first, first, second)))  # traced faster than jnp.where
+  return lax.select(
+    *(jnp.broadcast_to(x, shape) for x in (is_first, first, second))
+  )  # traced faster than jnp.where
 
 
-def _joined(pairs: Float[Array, "M 2 A B"], corner: Float[Array, "M A B"]) -> Float[Array, "M A2 B2"]:
+def _joined(
+  pairs: Float[Array, "M 2 A B"], corner: Float[Array, "M A B"]
+) -> Float[Array, "M A2 B2"]:
   """[[pairs_0, 0], [corner, pairs_1]]."""
   B, zero = corner.shape[-1], jnp.zeros((), corner.dtype)
   wide = lambda x, left, right: lax.pad(x, zero, [(0, 0, 0), (0, 0, 0), (left, right, 0)])
-  return jnp.concatenate([wide(pairs[:, 0], 0, B), wide(corner, 0, B) + wide(pairs[:, 1], B, 0)], axis=1)
+  return jnp.concatenate(
+    [wide(pairs[:, 0], 0, B), wide(corner, 0, B) + wide(pairs[:, 1], B, 0)], axis=1
+  )
 
 
 def _half(x: Array, n: int, which: int) -> Float[Array, "M h R K"]:
@@ -321,9 +365,15 @@ def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
     return Decay(between, head, tail, head[-1], before, None, small, halves)
   keep = lambda mask, x: jnp.where(mask, x, 0)
   return Decay(
-    keep(masks.between, between), keep(masks.head[:, None], head), keep(masks.tail[:, None], tail),
-    keep(masks.total, head[-1]), keep(masks.head[:, None], before), masks.between, small, halves,
-  )  # fmt: skip
+    keep(masks.between, between),
+    keep(masks.head[:, None], head),
+    keep(masks.tail[:, None], tail),
+    keep(masks.total, head[-1]),
+    keep(masks.head[:, None], before),
+    masks.between,
+    small,
+    halves,
+  )
 
 
 def _decay_per_head(g: Float[Array, "C"]) -> tuple[Array, Array, Array]:
@@ -353,14 +403,24 @@ def _decay_per_channel(g: Float[Array, "C K"]) -> tuple[Array, Array, _Small, tu
     h = side << len(halves)
     halves.append((upto, after))
     u, a = (x.reshape(-1, 2, h, x.shape[-1]) for x in (upto, after))
-    first, second = u[:, :1, -1:], u[:, 1:, -1:]  # the products over the whole earlier and the whole later half
+    first, second = (
+      u[:, :1, -1:],
+      u[:, 1:, -1:],
+    )  # the products over the whole earlier and the whole later half
     one = jnp.ones((), g.dtype)
-    upto, after = (u * _chosen(one, first, axis=1)).reshape(g.shape), (a * _chosen(second, one, axis=1)).reshape(g.shape)
+    upto, after = (
+      (u * _chosen(one, first, axis=1)).reshape(g.shape),
+      (a * _chosen(second, one, axis=1)).reshape(g.shape),
+    )
   return upto, after, small, tuple(halves)
 
 
 def gate_pullback(
-  g, ahead: Float[Array, "C K"], behind: Float[Array, "C K"], after: Float[Array, "C K"], total: Float[Array, "K"]
+  g,
+  ahead: Float[Array, "C K"],
+  behind: Float[Array, "C K"],
+  after: Float[Array, "C K"],
+  total: Float[Array, "K"],
 ):
   """The cotangent of g, from (cotangent times value) of everything that decays: token l's gate is in every interval that
   begins before l and ends at or after it.
@@ -387,7 +447,9 @@ def gate_pullback(
 # --- the triangular inverse ------------------------------------------------------------------------------------------
 
 
-def unit_lower_inverse(n: Float[Array, "C C"], precision=lax.Precision.HIGHEST) -> Float[Array, "C C"]:
+def unit_lower_inverse(
+  n: Float[Array, "C C"], precision=lax.Precision.HIGHEST
+) -> Float[Array, "C C"]:
   """(I + n)^-1 for a strictly lower triangular n; C is a power of two.
 
   Blocks of 16 by forward substitution, column by column; then the inverse over blocks of 2h from those of h:
@@ -407,7 +469,9 @@ def unit_lower_inverse(n: Float[Array, "C C"], precision=lax.Precision.HIGHEST) 
   while size < C:
     pair = x.reshape(-1, 2, size, size)
     corner = _diagonal_blocks(n, 2 * size)[:, size:, :size]
-    corner = -jnp.matmul(pair[:, 1], jnp.matmul(corner, pair[:, 0], precision=precision), precision=precision)
+    corner = -jnp.matmul(
+      pair[:, 1], jnp.matmul(corner, pair[:, 0], precision=precision), precision=precision
+    )
     x, size = _joined(pair, corner), 2 * size
   return x[0]
 

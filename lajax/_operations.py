@@ -29,7 +29,9 @@ def _operations_of(eqn) -> int:
   if name == "cond":
     return max(map(operations, programs_inside(eqn)))
   inside = sum(map(operations, programs_inside(eqn)))
-  if not eqn.outvars or not jnp.issubdtype(getattr(eqn.outvars[0].aval, "dtype", jnp.int32), jnp.floating):
+  if not eqn.outvars or not jnp.issubdtype(
+    getattr(eqn.outvars[0].aval, "dtype", jnp.int32), jnp.floating
+  ):
     return inside
   if name == "dot_general":
     (contracted, _), _ = eqn.params["dimension_numbers"]

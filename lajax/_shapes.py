@@ -47,7 +47,9 @@ def check(sizes: Mapping[str, int] | None = None, /, **arrays) -> dict[str, int]
     if match is None:
       wanted = " or ".join(f"[{' '.join(axes)}]" for axes in options)
       raise ValueError(f"`{name}` must be {wanted}; got rank {np.ndim(x)}, shape {tuple(x.shape)}.")
-    wrong = [axis for axis, size in zip(match, x.shape, strict=True) if known.get(axis, size) != size]
+    wrong = [
+      axis for axis, size in zip(match, x.shape, strict=True) if known.get(axis, size) != size
+    ]
     if wrong:
       expected = tuple(known.get(axis, size) for axis, size in zip(match, x.shape, strict=True))
       axes = " and ".join(wrong)
@@ -63,7 +65,9 @@ def check(sizes: Mapping[str, int] | None = None, /, **arrays) -> dict[str, int]
 
 def _check_dtype(name: str, x, kind: str) -> None:
   if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-    raise ValueError(f"`{name}` must be an array; got {type(x).__name__}. Pass it through jnp.asarray.")
+    raise ValueError(
+      f"`{name}` must be an array; got {type(x).__name__}. Pass it through jnp.asarray."
+    )
   base = jnp.floating if kind == "float" else jnp.integer
   if not jnp.issubdtype(x.dtype, base):
     remedy = f"Cast it, as in {name}.astype({'jnp.float32' if kind == 'float' else 'jnp.int32'})."
@@ -94,7 +98,9 @@ def check_not_nan(segment_ids=None, /, **gates) -> None:
         bad &= (segment_ids >= 0).reshape(segment_ids.shape + (1,) * (x.ndim - 2))
       count = int(bad.sum())
     if count:
-      raise ValueError(f"`{name}` must hold no NaN; got {count} of {x.size} values. Look at what computes `{name}`.")
+      raise ValueError(
+        f"`{name}` must hold no NaN; got {count} of {x.size} values. Look at what computes `{name}`."
+      )
 
 
 def check_parts(name: str, parts, letters: Sequence[str]) -> Sequence:
@@ -107,7 +113,9 @@ def check_parts(name: str, parts, letters: Sequence[str]) -> Sequence:
     raise ValueError(f"`{name}` must be None or the tuple {wanted} that a call returns; got {got}.")
   missing = [letter for letter, part in zip(letters, parts, strict=True) if part is None]
   if missing:
-    raise ValueError(f"`{name}` must be None or the whole tuple {wanted}; got None for {', '.join(missing)}.")
+    raise ValueError(
+      f"`{name}` must be None or the whole tuple {wanted}; got None for {', '.join(missing)}."
+    )
   return parts
 
 
@@ -126,7 +134,11 @@ def check_option(name: str, value, allowed: Sequence) -> None:
 
 def _finite(value) -> bool:
   """Whether it is a finite number, of Python or NumPy."""
-  return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(np.isfinite(value))
+  return (
+    isinstance(value, int | float | np.number)
+    and not isinstance(value, bool)
+    and bool(np.isfinite(value))
+  )
 
 
 def check_not_negative(name: str, value) -> None:
@@ -140,11 +152,21 @@ def scale_of(scale, sizes: Mapping[str, int]) -> float | jax.Array:
   if scale is None:
     return max(sizes["K"], 1) ** -0.5
   kinds = jnp.floating, jnp.integer
-  if isinstance(scale, jax.Array | np.ndarray) and scale.ndim == 0 and any(jnp.issubdtype(scale.dtype, x) for x in kinds):
+  if (
+    isinstance(scale, jax.Array | np.ndarray)
+    and scale.ndim == 0
+    and any(jnp.issubdtype(scale.dtype, x) for x in kinds)
+  ):
     return jnp.asarray(scale)
   if not _finite(scale):
-    got = f"shape {scale.shape} of {scale.dtype}" if isinstance(scale, jax.Array | np.ndarray) else repr(scale)
-    raise ValueError(f"`scale` must be a finite number, an array of one without axes, or None for K^-1/2; got {got}.")
+    got = (
+      f"shape {scale.shape} of {scale.dtype}"
+      if isinstance(scale, jax.Array | np.ndarray)
+      else repr(scale)
+    )
+    raise ValueError(
+      f"`scale` must be a finite number, an array of one without axes, or None for K^-1/2; got {got}."
+    )
   return float(scale)
 
 
@@ -152,4 +174,6 @@ def check_positive(name: str, value) -> None:
   """ValueError where an optional whole number is given and is not one, or is below 1."""
   whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
   if value is not None and (not whole or value < 1):
-    raise ValueError(f"`{name}` must be a whole number of at least 1, or None for the default; got {value!r}.")
+    raise ValueError(
+      f"`{name}` must be a whole number of at least 1, or None for the default; got {value!r}."
+    )

@@ -90,7 +90,9 @@ def efficient_attention(
   return _efficient(q, k, v, segment_ids, normalization)
 
 
-def document_maximum(x: Float[Array, "B T *D"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T *D"]:
+def document_maximum(
+  x: Float[Array, "B T *D"], segment_ids: Int[Array, "B T"] | None = None
+) -> Float[Array, "B T *D"]:
   """The largest value of each channel over the document of each token; 0 for padding, which takes no part."""
   if segment_ids is None:
     return jnp.broadcast_to(x.max(axis=1, keepdims=True), x.shape)
@@ -109,7 +111,9 @@ class Documents(NamedTuple):
 
   def reduce(self, reduction: Callable, x: Float[Array, "B T *D"]) -> Float[Array, "B T *D"]:
     """A sum or maximum over each run, at every token of it."""
-    over_run = lambda x, runs: reduction(x, runs, num_segments=len(x), indices_are_sorted=True)[runs]
+    over_run = lambda x, runs: reduction(x, runs, num_segments=len(x), indices_are_sorted=True)[
+      runs
+    ]
     return jax.vmap(over_run)(x, self.runs)
 
   def maximum(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T *D"]:
@@ -122,7 +126,9 @@ def _alike(mask: Bool[Array, "B T"], x: Array) -> Array:
 
 
 def _check(q, k, v, segment_ids) -> dict[str, int]:
-  sizes = _shapes.check(q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), segment_ids=(segment_ids, "B T", "int"))
+  sizes = _shapes.check(
+    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), segment_ids=(segment_ids, "B T", "int")
+  )
   _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
   return sizes
 

@@ -58,7 +58,9 @@ class Cost:
     return self.state + self.conv + self.cache
 
 
-def cost(layers: nnx.Module | Sequence[nnx.Module], length: int, *, batch: int = 1, prefill: bool = True) -> Cost:
+def cost(
+  layers: nnx.Module | Sequence[nnx.Module], length: int, *, batch: int = 1, prefill: bool = True
+) -> Cost:
   """The cost of a layer, or the sum over a stack.
 
       bytes = state + conv + cache(length) ;  operations a token: decode(length), prefill(length)
@@ -79,7 +81,9 @@ def cost(layers: nnx.Module | Sequence[nnx.Module], length: int, *, batch: int =
   check_positive("batch", batch)
   stack = [layers] if isinstance(layers, nnx.Module) else list(layers)
   if not stack:
-    raise ValueError("`layers` must be a layer or a sequence of at least one; got none. Pass the layers of a model.")
+    raise ValueError(
+      "`layers` must be a layer or a sequence of at least one; got none. Pass the layers of a model."
+    )
   known: dict[int, Cost] = {}
   for layer in stack:
     if id(layer) not in known:
@@ -119,7 +123,9 @@ def decode_operations(layer: nnx.Module, length: int) -> int:
   """The operations of one token behind a state for `length` tokens: all places of a cache are read."""
   graph, params = nnx.split(layer)
   state, x = _shape_of_state(layer, length, 1), _tokens(layer, 1)
-  return operations(jax.make_jaxpr(lambda p, x, s: nnx.merge(graph, p)(x, s))(params, x, state).jaxpr)
+  return operations(
+    jax.make_jaxpr(lambda p, x, s: nnx.merge(graph, p)(x, s))(params, x, state).jaxpr
+  )
 
 
 def prefill_operations(layer: nnx.Module, length: int) -> float:
@@ -136,7 +142,11 @@ def prefill_operations(layer: nnx.Module, length: int) -> float:
     return (total(2) - total(1)) / STEP
   first, second, third = total(1), total(2), total(3)
   each_key = (third - 2 * second + first) / (2 * STEP**2)
-  return (second - first) / STEP - 3 * STEP * each_key + keys_read(length, getattr(layer, "window", None)) * each_key
+  return (
+    (second - first) / STEP
+    - 3 * STEP * each_key
+    + keys_read(length, getattr(layer, "window", None)) * each_key
+  )
 
 
 def keys_read(length: int, window: int | None = None) -> float:

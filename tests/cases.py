@@ -77,9 +77,12 @@ ROWS = {  # log decays (and everything else drawn as usual)
   "zero": lambda rng, shape: np.zeros(shape),
   # Half of the tokens at -1e8, then small ones: a suffix sum formed as "total - prefix" loses the small ones altogether.
   "steep": lambda rng, shape: (
-    np.where(np.arange(shape[1]).reshape(-1, *(1,) * (len(shape) - 2)) < 32, -1e8, -1 / 32.0) + np.zeros(shape)
+    np.where(np.arange(shape[1]).reshape(-1, *(1,) * (len(shape) - 2)) < 32, -1e8, -1 / 32.0)
+    + np.zeros(shape)
   ),
-  "positive": lambda rng, shape: np.full(shape, 0.01),  # a caller's error that must stay finite, and equal to recurrent
+  "positive": lambda rng, shape: np.full(
+    shape, 0.01
+  ),  # a caller's error that must stay finite, and equal to recurrent
 }
 KEY_ROWS = {  # delta rule: what the keys and the write strengths are
   "repeated": lambda k, beta: (np.broadcast_to(k[:, :1], k.shape), np.ones_like(beta)),
@@ -143,8 +146,14 @@ def _gates_a_channel(rng, gate, row, s):
 
 def _gated_oja(rng, gate, row, s):
   inputs = _linear_attention(rng, "none", row, s)
-  decays = {} if gate == "none" else {"g": ROWS[row](rng, (1, s.T, s.HV) if gate == "head" else (1, s.T, s.HV, s.V))}
-  return inputs | {"v": _unit(rng, 1, s.T, s.HV, s.V), "beta": rng.uniform(size=(1, s.T, s.HV))} | decays
+  decays = (
+    {}
+    if gate == "none"
+    else {"g": ROWS[row](rng, (1, s.T, s.HV) if gate == "head" else (1, s.T, s.HV, s.V))}
+  )
+  return (
+    inputs | {"v": _unit(rng, 1, s.T, s.HV, s.V), "beta": rng.uniform(size=(1, s.T, s.HV))} | decays
+  )
 
 
 def _delta_product(rng, gate, row, s, R=2):
@@ -167,7 +176,12 @@ def _mlstm(rng, gate, row, s):
   inputs = _normalized(rng, "none", row, s)
   q = inputs["q"] * rng.choice([-1, 1], (1, s.T, s.H, 1))
   i, f = 2 * _normal(rng, 1, s.T, s.HV) - 1, ROWS[row](rng, (1, s.T, s.HV))
-  return inputs | {"q": q, "i": i, "f": f, "initial_state": (*inputs["initial_state"], _normal(rng, 1, s.HV))}
+  return inputs | {
+    "q": q,
+    "i": i,
+    "f": f,
+    "initial_state": (*inputs["initial_state"], _normal(rng, 1, s.HV)),
+  }
 
 
 def _linear_recurrence(rng, gate, row, s):
@@ -312,7 +326,9 @@ CORE = (  # the cases that the fast tests run through everything; the others the
 
 def core_first(case_ids: Sequence[str] | None = None) -> list:
   """pytest parameters: the core cases fast, the others slow."""
-  return [pytest.param(id, marks=() if id in CORE else pytest.mark.slow) for id in case_ids or CASES]
+  return [
+    pytest.param(id, marks=() if id in CORE else pytest.mark.slow) for id in case_ids or CASES
+  ]
 
 
 BATCH = 10  # of every call at the base shape, whatever the number of rows: so one reference serves many tests
@@ -324,14 +340,18 @@ def batch(case: Case, first: int = 0) -> tuple[str, ...]:
 
 
 @functools.cache
-def inputs(case_id: str, shape: Shape = Shape(), rows: tuple[str, ...] | None = None) -> dict[str, Any]:
+def inputs(
+  case_id: str, shape: Shape = Shape(), rows: tuple[str, ...] | None = None
+) -> dict[str, Any]:
   """The rows of a case, stacked along the batch axis, in float64."""
   case = CASES[case_id]
   drawn = []
   for n, row in enumerate(rows or batch(case)):
     rng = np.random.default_rng(zlib.crc32(f"{case.id}/{row}/{n}/{shape}".encode()))
     drawn.append(case.sample(rng, case.gate, row, shape))
-  together = {name: jax.tree.map(lambda *x: np.concatenate(x), *(d[name] for d in drawn)) for name in drawn[0]}
+  together = {
+    name: jax.tree.map(lambda *x: np.concatenate(x), *(d[name] for d in drawn)) for name in drawn[0]
+  }
   return together | {name: drawn[0][name] for name in case.shared if name in drawn[0]}
 
 
@@ -362,7 +382,9 @@ class Result(NamedTuple):
 
   def named(self) -> dict[str, np.ndarray]:
     """Every array under a name: o, state, state.1, dq, dinitial_state, ..."""
-    trees = {"o": self.o, "state": self.state} | {f"d{name}": x for name, x in self.gradients.items()}
+    trees = {"o": self.o, "state": self.state} | {
+      f"d{name}": x for name, x in self.gradients.items()
+    }
     return {
       name + (f".{i}" if i else ""): leaf
       for name, tree in trees.items()
@@ -400,7 +422,9 @@ def quick_jit(f: Callable) -> Callable:
 
 
 @functools.cache
-def compiled(case: Case, impl: str, options: tuple[tuple[str, Any], ...] = (), optimize: bool = False) -> Callable:
+def compiled(
+  case: Case, impl: str, options: tuple[tuple[str, Any], ...] = (), optimize: bool = False
+) -> Callable:
   """jit of (arrays, segment_ids, cotangents) -> ((o, state), gradients): every comparison runs under jit."""
   op = functools.partial(getattr(lajax, case.op), impl=impl, **dict(case.options + options))
 
@@ -416,7 +440,16 @@ def compiled(case: Case, impl: str, options: tuple[tuple[str, Any], ...] = (), o
 
 
 def evaluate(
-  case: Case, impl: str, dtype: str, arrays, segment_ids=None, cts=None, *, values=None, optimize=False, **options
+  case: Case,
+  impl: str,
+  dtype: str,
+  arrays,
+  segment_ids=None,
+  cts=None,
+  *,
+  values=None,
+  optimize=False,
+  **options,
 ) -> Result:
   """Runs an op and its vjp in `dtype`, on arrays rounded to `values` (default `dtype`) before."""
   cts = cotangents(case, arrays) if cts is None else cts
@@ -443,20 +476,29 @@ def tokens(case: Case, arrays) -> tuple[int, int]:
 
 def cut(case: Case, tree: Mapping[str, Any], span: slice) -> dict[str, Any]:
   """Some of the tokens of a case's inputs, or of its gradients."""
-  return {name: x if name in case.untimed else jax.tree.map(lambda a: a[:, span], x) for name, x in tree.items()}
+  return {
+    name: x if name in case.untimed else jax.tree.map(lambda a: a[:, span], x)
+    for name, x in tree.items()
+  }
 
 
 def misses(
   case: Case, got: Result, want: Result, dtype: str, rows: Sequence[str] | None = None
 ) -> dict[str, list[str]]:
   """What misses the budget: by row of the batch (its number and kind of values), or of the batch as a whole."""
-  parts = {"batch": slice(None)} if rows is None else {f"{n} {row}": n for n, row in enumerate(rows)}
+  parts = (
+    {"batch": slice(None)} if rows is None else {f"{n} {row}": n for n, row in enumerate(rows)}
+  )
   scaled = lambda name: REFLECTION if dtype == "float32" and name.endswith("reflected") else 1.0
-  found = {name: _failures(case, got, want, dtype, part, scaled(name)) for name, part in parts.items()}
+  found = {
+    name: _failures(case, got, want, dtype, part, scaled(name)) for name, part in parts.items()
+  }
   return {name: lines for name, lines in found.items() if lines}
 
 
-def _failures(case: Case, got: Result, want: Result, dtype: str, row: int | slice, scaled: float) -> list[str]:
+def _failures(
+  case: Case, got: Result, want: Result, dtype: str, row: int | slice, scaled: float
+) -> list[str]:
   lines = []
   wanted = want.named()
   for name, x in got.named().items():
@@ -479,9 +521,27 @@ LAYOUTS = {  # segment ids of T tokens, from the lengths of the pieces: (id, tok
   "documents": [(0, 1), (1, 16), (2, 64), (3, None)],
   "padded_right": [(0, 30), (1, 33), (-1, None)],
   "padded_left": [(-1, 5), (3, 40), (4, None)],
-  "padded_inside": [(0, 10), (-1, 7), (0, 20), (-2, 1), (1, 30), (-1, 3), (2, None)],  # within a document and between
-  "repeated_boundaries": [(0, 20), (5, 44), (9, 1), (10, 1), (40, None)],  # ids that jump: documents 1-4 are empty
-  "returning": [(0, 17), (1, 30), (0, None)],  # every change begins a new document, also one to an earlier id
+  "padded_inside": [
+    (0, 10),
+    (-1, 7),
+    (0, 20),
+    (-2, 1),
+    (1, 30),
+    (-1, 3),
+    (2, None),
+  ],  # within a document and between
+  "repeated_boundaries": [
+    (0, 20),
+    (5, 44),
+    (9, 1),
+    (10, 1),
+    (40, None),
+  ],  # ids that jump: documents 1-4 are empty
+  "returning": [
+    (0, 17),
+    (1, 30),
+    (0, None),
+  ],  # every change begins a new document, also one to an earlier id
   "singles": [(n, 1) for n in range(1000)],  # documents of one token
   "only_padding": [(-1, None)],
 }

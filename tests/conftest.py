@@ -54,7 +54,10 @@ hypothesis.settings.register_profile(
   derandomize=True,
   deadline=None,
   database=None,
-  phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # an example may compile: no search for a smaller one
+  phases=[
+    hypothesis.Phase.explicit,
+    hypothesis.Phase.generate,
+  ],  # an example may compile: no search for a smaller one
   suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("lajax")
@@ -78,7 +81,9 @@ def quick_compiles():
 
 
 TOGETHER = {  # files that share compiled functions: one process runs them, as it does the tests of any one file
-  **dict.fromkeys(("test_forms", "test_laws", "test_traps", "test_properties", "test_oracle"), "forms"),
+  **dict.fromkeys(
+    ("test_forms", "test_laws", "test_traps", "test_properties", "test_oracle"), "forms"
+  ),
   **dict.fromkeys(("test_pallas", "test_pallas_delta", "test_pallas_dplr"), "kernels"),
 }
 

@@ -13,7 +13,9 @@ import numpy as np
 def scan(update: Callable, read: Callable) -> Callable:
   """Runs one row, all heads at once: update(state, token) -> state, read(state, token) -> output."""
 
-  def equation(inputs: Mapping[str, Any], segment_ids: np.ndarray, scale: float | None) -> tuple[np.ndarray, Any]:
+  def equation(
+    inputs: Mapping[str, Any], segment_ids: np.ndarray, scale: float | None
+  ) -> tuple[np.ndarray, Any]:
     tokens = {name: x for name, x in inputs.items() if name != "initial_state"}
     state, document, outputs = inputs["initial_state"], None, []
     for t, segment in enumerate(segment_ids):
@@ -101,7 +103,9 @@ def reading_before(inputs, segment_ids, scale):
 
   S = inputs["initial_state"]
   tokens = {name: x for name, x in inputs.items() if name != "bonus"} | {"initial_state": (S, S)}
-  o, state = scan(lambda state, token: (state[1], add(state[1], token)), read_with_bonus)(tokens, segment_ids, scale)
+  o, state = scan(lambda state, token: (state[1], add(state[1], token)), read_with_bonus)(
+    tokens, segment_ids, scale
+  )
   return o, state[1]
 
 
@@ -129,7 +133,10 @@ def softmax(inputs, segment_ids, scale, window=None):
   """Softmax over the tokens of the same document, up to the query's own; a sink takes part in the denominator only."""
   sink = inputs.get("sink")
   q, v = inputs["q"], inputs["v"]
-  k, v = np.repeat(inputs["k"], q.shape[1] // v.shape[1], 1), np.repeat(v, q.shape[1] // v.shape[1], 1)
+  k, v = (
+    np.repeat(inputs["k"], q.shape[1] // v.shape[1], 1),
+    np.repeat(v, q.shape[1] // v.shape[1], 1),
+  )
   real = segment_ids >= 0
   ids, place = segment_ids[real], np.cumsum(real)  # a window counts tokens, not padding
   run = np.full(len(segment_ids), -1)
@@ -140,7 +147,9 @@ def softmax(inputs, segment_ids, scale, window=None):
     j = np.flatnonzero((run[: i + 1] == run[i]) & near)
     scores = (q.shape[-1] ** -0.5 if scale is None else scale) * np.einsum("hk,jhk->jh", q[i], k[j])
     if "log_forget" in inputs:  # the gates between key and query, summed backwards from the query
-      later = np.where(real, 1.0, 0.0)[: i + 1, None] * np.nan_to_num(inputs["log_forget"][: i + 1], neginf=-1e30)
+      later = np.where(real, 1.0, 0.0)[: i + 1, None] * np.nan_to_num(
+        inputs["log_forget"][: i + 1], neginf=-1e30
+      )
       suffix = np.cumsum(later[::-1], 0)[::-1]
       scores = scores + np.concatenate([suffix[1:], np.zeros_like(suffix[:1])])[j]
     top = scores.max(0) if sink is None else np.maximum(scores.max(0), sink)

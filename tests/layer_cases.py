@@ -82,7 +82,9 @@ CASES = (
   _case("RWKV7", L.RWKV7, 2, 8, decay_rank=4, iclr_rank=3, gate_rank=5),
 )  # fmt: skip
 PLAIN = tuple(case for case in CASES if case.plain)
-EACH = tuple({case.layer.func: case for case in reversed(CASES)}.values())[::-1]  # the first row of every class
+EACH = tuple({case.layer.func: case for case in reversed(CASES)}.values())[
+  ::-1
+]  # the first row of every class
 
 
 def abstract(case: Case, **options):
@@ -95,7 +97,9 @@ def values(params, seed: int = 0):
   rng = np.random.default_rng(seed)
   ones = lambda p: 1 + 0.3 * rng.normal(size=p.shape)
   matrix = lambda p: rng.normal(size=p.shape) * p.shape[0] ** -0.5
-  return jax.tree.map(lambda p: (ones(p) if len(p.shape) == 1 else matrix(p)).astype(p.dtype), params)
+  return jax.tree.map(
+    lambda p: (ones(p) if len(p.shape) == 1 else matrix(p)).astype(p.dtype), params
+  )
 
 
 class Result(NamedTuple):
@@ -150,7 +154,9 @@ class Compiled:
   def with_gradients(self, x, state, ids, dy=None, dstate=None) -> Result:
     dy = np.zeros_like(x) if dy is None else dy
     dstate = jax.tree.map(np.zeros_like, floats(state)) if dstate is None else dstate
-    return jax.device_get(self._with_gradients(self.params, x, state, np.asarray(ids, np.int32), dy, dstate))
+    return jax.device_get(
+      self._with_gradients(self.params, x, state, np.asarray(ids, np.int32), dy, dstate)
+    )
 
   def in_calls(self, x, state, ids, dy, dstate, cuts) -> Result:
     """The sequence cut before the tokens `cuts`, the state passed on, and the gradients passed back.
@@ -180,7 +186,9 @@ def floats(state) -> tuple:
 def _with_floats(state, values):
   leaves, tree = jax.tree.flatten(state)
   values = iter(values)
-  return jax.tree.unflatten(tree, [next(values) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves])
+  return jax.tree.unflatten(
+    tree, [next(values) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
+  )
 
 
 @functools.cache

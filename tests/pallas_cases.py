@@ -60,7 +60,9 @@ def misses_of_float16(case_id: str, shape: Shape):
   assert out[0].dtype == found["q"].dtype == np.float16
   found = cases.misses(case, cases.Result(*out, found), want, "bfloat16")
   large = {"initial_state": 1e6 * arrays["initial_state"], "g": np.zeros_like(arrays["g"])}
-  (_, state), _ = compiled(case)(given | {name: x.astype(np.float32) for name, x in large.items()}, None, cts)
+  (_, state), _ = compiled(case)(
+    given | {name: x.astype(np.float32) for name, x in large.items()}, None, cts
+  )
   want = cases.reference(case, arrays | large)
   error = cases.relative_rms(state, want.state)
   return found if error < cases.BUDGET["bfloat16"]["value"] else found | {"large state": error}
@@ -83,7 +85,9 @@ def launches(case_id: str, shape: Shape) -> tuple[int, int]:
   """Launches of the forward pass, and of forward and backward."""
   case = CASES[case_id]
   given, cts = rounded(case, cases.inputs(case_id, shape), "float32")
-  count = lambda f, *args: len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(*args)))) // 2  # of two platforms
+  count = lambda f, *args: (
+    len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(*args)))) // 2
+  )  # of two platforms
   both = functools.partial(gradients, kernels(case))
   return count(functools.partial(kernels(case), **given)), count(both, given, None, cts)
 
@@ -92,7 +96,9 @@ def kept(case_id: str, shape: Shape, chunk: int) -> tuple[int, int]:
   """Numbers kept between forward and backward, and those of the inputs and the states at the chunks' starts."""
   case = CASES[case_id]
   given, _ = rounded(case, cases.inputs(case_id, shape), "float32")
-  residuals = jax.tree.leaves(jax.eval_shape(lambda: jax.vjp(lambda x: kernels(case)(**x), given)[1]))
+  residuals = jax.tree.leaves(
+    jax.eval_shape(lambda: jax.vjp(lambda x: kernels(case)(**x), given)[1])
+  )
   states = -(-shape.T // chunk) * given["initial_state"].size
   return sum(x.size for x in residuals), sum(x.size for x in given.values()) + states
 

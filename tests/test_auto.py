@@ -24,7 +24,9 @@ CALLS = {
 
 
 def has_kernels(f, *args) -> bool:
-  return "pallas_call" in str(jax.make_jaxpr(lambda *args: f(*args))(*args))  # a new function: traces are kept
+  return "pallas_call" in str(
+    jax.make_jaxpr(lambda *args: f(*args))(*args)
+  )  # a new function: traces are kept
 
 
 @pytest.fixture
@@ -50,7 +52,9 @@ def test_what_kernels_do_not_take_is_chunked():
 @pytest.mark.usefixtures("gpu")
 def test_attention_of_half_precision_is_that_of_cudnn(monkeypatch):
   asked = []
-  monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: asked.append(options) or q)
+  monkeypatch.setattr(
+    jax.nn, "dot_product_attention", lambda q, k, v, **options: asked.append(options) or q
+  )
   half = x.astype(jnp.bfloat16)
   lajax.attention(half, half, half)
   assert asked == [{"scale": K**-0.5, "is_causal": True, "implementation": "cudnn"}]
@@ -67,7 +71,13 @@ def test_layers_take_the_kernels_of_convolution_and_norm():
 
 @pytest.mark.parametrize(
   ("backend", "version", "taken"),
-  [("gpu", "8.0", True), ("gpu", "12.0", True), ("gpu", "7.5", False), ("gpu", "gfx942", False), ("cpu", "9.0", False)],
+  [
+    ("gpu", "8.0", True),
+    ("gpu", "12.0", True),
+    ("gpu", "7.5", False),
+    ("gpu", "gfx942", False),
+    ("cpu", "9.0", False),
+  ],
 )
 def test_which_devices(backend, version, taken, monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: backend)

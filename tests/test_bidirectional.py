@@ -16,12 +16,14 @@ import lajax
 import lajax.layers as L
 
 B, T, H, HV, K, V = 4, 45, 2, 4, 5, 3
-IDS = np.stack([
-  np.zeros(T),
-  np.repeat([0, 1, 2, 3], [1, 17, 20, 7]),
-  np.repeat([-1, 3, -1, 3, 1, -1, 1, -1], [4, 9, 2, 5, 15, 1, 2, 7]),  # padding everywhere
-  np.repeat([9, 2, 9], [15, 12, 18]),  # an id comes back: a document of its own
-]).astype(np.int32)  # fmt: skip
+IDS = np.stack(
+  [
+    np.zeros(T),
+    np.repeat([0, 1, 2, 3], [1, 17, 20, 7]),
+    np.repeat([-1, 3, -1, 3, 1, -1, 1, -1], [4, 9, 2, 5, 15, 1, 2, 7]),  # padding everywhere
+    np.repeat([9, 2, 9], [15, 12, 18]),  # an id comes back: a document of its own
+  ]
+).astype(np.int32)
 RUNS = np.array(IDS)
 RUNS[3, 27:] = 10
 
@@ -108,7 +110,9 @@ def test_scaling_is_exactly_the_product_by_n():
   o = lajax.efficient_attention(q, k, v[:, :, :H], normalization="scaling")
   for b in range(B):
     for h in range(H):
-      np.testing.assert_allclose(o[b, :, h], q[b, :, h] @ k[b, :, h].T @ v[b, :, h] / T, rtol=1e-12, atol=1e-14)
+      np.testing.assert_allclose(
+        o[b, :, h], q[b, :, h] @ k[b, :, h].T @ v[b, :, h] / T, rtol=1e-12, atol=1e-14
+      )
 
 
 @pytest.mark.slow
@@ -142,7 +146,9 @@ def test_memory_is_linear_in_the_tokens(kind):
   ids = jnp.arange(length)[None] // 2
   f = lambda q, k, v: op(kind, q, k, v, ids).sum()
   text = str(jax.make_jaxpr(jax.grad(f, argnums=(0, 1, 2)))(one, one, one))
-  sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"[a-z]\w*\[([\d,]+)\]", text)]
+  sizes = [
+    math.prod(map(int, shape.split(","))) for shape in re.findall(r"[a-z]\w*\[([\d,]+)\]", text)
+  ]
   assert max(sizes) < length**2 / 32
   assert max(sizes) >= 4 * length
 
@@ -156,13 +162,17 @@ def test_no_tokens():
 def test_wrong_arguments():
   q, v = jnp.ones((2, 5, 2, 4)), jnp.ones((2, 5, 2, 3))
   for f in (lajax.efficient_attention, lajax.bidirectional_linear_attention):
-    with pytest.raises(ValueError, match=r"`k` must be \[B T H K\] = \(2, 5, 2, 4\).*axis T differs"):
+    with pytest.raises(
+      ValueError, match=r"`k` must be \[B T H K\] = \(2, 5, 2, 4\).*axis T differs"
+    ):
       f(q, q[:, :4], v)
     with pytest.raises(ValueError, match="the 3 heads of `v`"):
       f(q, q, jnp.ones((2, 5, 3, 3)))
     with pytest.raises(ValueError, match="`segment_ids` must have an integer dtype"):
       f(q, q, v, segment_ids=jnp.ones((2, 5)))
-  with pytest.raises(ValueError, match="`normalization` must be one of 'softmax', 'scaling'; got 'none'"):
+  with pytest.raises(
+    ValueError, match="`normalization` must be one of 'softmax', 'scaling'; got 'none'"
+  ):
     lajax.efficient_attention(q, q, v, normalization="none")
   with pytest.raises(ValueError, match="`normalization` must be one of"):
     L.EfficientAttention(D, normalization="none", rngs=nnx.Rngs(0))
@@ -174,9 +184,13 @@ def test_wrong_arguments():
 
 LAYERS = {
   "EfficientAttention": functools.partial(L.EfficientAttention, D, 2, 4, expand_v=1.5),
-  "EfficientAttention-scaling": functools.partial(L.EfficientAttention, D, 2, 4, normalization="scaling"),
+  "EfficientAttention-scaling": functools.partial(
+    L.EfficientAttention, D, 2, 4, normalization="scaling"
+  ),
   "BidirectionalLinearAttention": functools.partial(L.BidirectionalLinearAttention, D, 2, 4),
-  "BidirectionalLinearAttention-exp": functools.partial(L.BidirectionalLinearAttention, D, 2, 4, feature_map="exp"),
+  "BidirectionalLinearAttention-exp": functools.partial(
+    L.BidirectionalLinearAttention, D, 2, 4, feature_map="exp"
+  ),
 }
 EVERY_LAYER = pytest.mark.parametrize("name", LAYERS)
 
@@ -211,7 +225,9 @@ def test_documents_are_independent_and_padding_is_inert(name):
     sum_y, sum_dx = sum_y + part[0], sum_dx + part[2]
     sum_params = jax.tree.map(np.add, sum_params, part[1])
   assert relative_rms(sum_y, y) <= 10 * BUDGET["float64"]["value"]
-  for got, want in zip(jax.tree.leaves((sum_params, sum_dx)), jax.tree.leaves((dparams, dx)), strict=True):
+  for got, want in zip(
+    jax.tree.leaves((sum_params, sum_dx)), jax.tree.leaves((dparams, dx)), strict=True
+  ):
     assert relative_rms(got, want) <= BUDGET["float64"]["gate"]
   whole = call(params, x, None, dy)
   one = call(params, x, np.zeros_like(IDS), dy)
@@ -228,7 +244,11 @@ def test_layer_is_its_equation(name):
   o = []
   for h in range(2):
     V = (z.shape[1] - 16) // 2
-    q, k, v = z[:, 4 * h : 4 * h + 4], z[:, 8 + 4 * h : 12 + 4 * h], z[:, 16 + V * h : 16 + V * (h + 1)]
+    q, k, v = (
+      z[:, 4 * h : 4 * h + 4],
+      z[:, 8 + 4 * h : 12 + 4 * h],
+      z[:, 16 + V * h : 16 + V * (h + 1)],
+    )
     if name == "EfficientAttention":
       rho_q, rho_k = np.exp(q) / np.exp(q).sum(1, keepdims=True), np.exp(k) / np.exp(k).sum(0)
       o.append(rho_q @ (rho_k.T @ v))
@@ -244,7 +264,9 @@ def test_layer_is_its_equation(name):
 def test_layer_in_half_precision_and_wrong_inputs(name):
   half = nnx.eval_shape(lambda: LAYERS[name](dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
   graph, params = nnx.split(half)
-  y = jax.eval_shape(lambda p, x: nnx.merge(graph, p)(x), params, jax.ShapeDtypeStruct((2, 3, D), jnp.bfloat16))
+  y = jax.eval_shape(
+    lambda p, x: nnx.merge(graph, p)(x), params, jax.ShapeDtypeStruct((2, 3, D), jnp.bfloat16)
+  )
   assert y.shape == (2, 3, D)
   assert y.dtype == jnp.bfloat16
   with pytest.raises(ValueError, match=rf"`x` must be \[B T D\] = \(2, 3, {D}\).*axis D differs"):

@@ -31,7 +31,9 @@ def test_sophia():
   matrices = 21 * 16
   assert hybrid.state.numbers == matrices * 96 * 96 == 336 * 9216 == 3_096_576  # 3.1 M
   assert hybrid.state.bytes_in(jnp.bfloat16) == 6_193_152  # 6.19 MB
-  assert hybrid.state.bytes == hybrid.state.bytes_in(jnp.float32) == 12_386_304  # 12.4 MB, as it is kept
+  assert (
+    hybrid.state.bytes == hybrid.state.bytes_in(jnp.float32) == 12_386_304
+  )  # 12.4 MB, as it is kept
   assert hybrid.conv.numbers == 21 * 3 * 3 * 1536
   whole = costs.cost([attention] * 28, 4096, prefill=False)
   assert whole.cache.bytes == 704_643_072 == 672 * MIB
@@ -109,7 +111,9 @@ def test_operations_of_a_program():
   count = costs.operations(jax.make_jaxpr(program)(a, b).jaxpr)
   assert count == 7 * (2 * 2 * 3 * 3 + 6) + 6 + 6 + 1
   with pytest.raises(NotImplementedError, match="a loop of unknown length"):
-    costs.operations(jax.make_jaxpr(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: 2 * x, x))(1.0).jaxpr)
+    costs.operations(
+      jax.make_jaxpr(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: 2 * x, x))(1.0).jaxpr
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -124,5 +128,7 @@ def test_every_layer_has_a_cost(case):
 def test_wrong_arguments():
   with pytest.raises(ValueError, match=r"`length` must be a whole number of at least 1.*got 0"):
     costs.cost(softmax(), 0)
-  with pytest.raises(ValueError, match="`layers` must be a layer or a sequence of at least one; got none"):
+  with pytest.raises(
+    ValueError, match="`layers` must be a layer or a sequence of at least one; got none"
+  ):
     costs.cost([], 5)

@@ -18,7 +18,9 @@ def test_run_says_whether_the_figures_came_out(tmp_path):
   text = io.StringIO()
   out = tmp_path / "new" / "cost"
   lengths = ["--lengths", "4096", "1000", "10000000"]
-  config = experiment.parse(["--models", "softmax", "sophia", "kda_softmax", *lengths, "--out", str(out)])
+  config = experiment.parse(
+    ["--models", "softmax", "sophia", "kda_softmax", *lengths, "--out", str(out)]
+  )
   experiment.run(config, Console(file=text, width=200))
   experiment.run(config, Console(file=io.StringIO()))
   lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
@@ -73,5 +75,10 @@ def test_bad_flags_give_one_line(flags, message, capsys):
 
 
 def test_sizes_are_printed_in_decimal_units():
-  assert [experiment.size(n) for n in (5, 1234, 12_345_678, 2_500_000_000)] == ["5 B", "1.23 kB", "12.3 MB", "2.50 GB"]
+  assert [experiment.size(n) for n in (5, 1234, 12_345_678, 2_500_000_000)] == [
+    "5 B",
+    "1.23 kB",
+    "12.3 MB",
+    "2.50 GB",
+  ]
   assert [experiment.tokens(n) for n in (7, 4096, 10_000, 10**7)] == ["7", "4,096", "10k", "10M"]

@@ -12,7 +12,13 @@ import lajax.recurrence
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 3, 6
 R = 2
-OPS = ["linear_attention", "normalized_linear_attention", "delta_rule", "linear_recurrence", "attention"]
+OPS = [
+  "linear_attention",
+  "normalized_linear_attention",
+  "delta_rule",
+  "linear_recurrence",
+  "attention",
+]
 OPS += ["delta_product", "gated_oja", "dplr", "mlstm"]
 
 
@@ -44,7 +50,11 @@ def good(op: str) -> dict:
   if op == "normalized_linear_attention":
     arguments["initial_state"] = (ones(B, HV, K, V), ones(B, HV, K))
   if op == "delta_product":
-    return arguments | {"k": ones(B, T, R, H, K), "v": ones(B, T, R, HV, V), "beta": ones(B, T, R, HV)}
+    return arguments | {
+      "k": ones(B, T, R, H, K),
+      "v": ones(B, T, R, HV, V),
+      "beta": ones(B, T, R, HV),
+    }
   if op == "dplr":
     return arguments | {"a": ones(B, T, H, K), "b": ones(B, T, H, K)}
   if op == "mlstm":
@@ -72,19 +82,59 @@ def test_good_arguments_are_good(op):
 # --- shapes: (op, argument, a wrong array, what the message must hold) ---------------------------------------------------
 
 WRONG_SIZE = [
-  ("linear_attention", "k", ones(B, T - 1, H, K), ["[B T H K] = (2, 5, 2, 3)", "(2, 4, 2, 3)", "`q`", "T differs"]),
-  ("linear_attention", "k", ones(B, T, H, K + 1), ["[B T H K] = (2, 5, 2, 3)", "(2, 5, 2, 4)", "K differs"]),
-  ("linear_attention", "v", ones(B + 1, T, HV, V), ["[B T HV V] = (2, 5, 4, 6)", "(3, 5, 4, 6)", "B differs"]),
-  ("linear_attention", "g", ones(B, T, HV - 1), ["[B T HV] = (2, 5, 4)", "(2, 5, 3)", "`v`", "HV differs"]),
-  ("linear_attention", "g", ones(B, T, HV, K + 1), ["[B T HV K] = (2, 5, 4, 3)", "(2, 5, 4, 4)", "K differs"]),
-  ("linear_attention", "initial_state", ones(B, HV, V, K), ["[B HV K V] = (2, 4, 3, 6)", "(2, 4, 6, 3)", "K and V"]),
-  ("linear_attention", "segment_ids", jnp.zeros((B, T + 1), int), ["[B T] = (2, 5)", "(2, 6)", "T differs"]),
+  (
+    "linear_attention",
+    "k",
+    ones(B, T - 1, H, K),
+    ["[B T H K] = (2, 5, 2, 3)", "(2, 4, 2, 3)", "`q`", "T differs"],
+  ),
+  (
+    "linear_attention",
+    "k",
+    ones(B, T, H, K + 1),
+    ["[B T H K] = (2, 5, 2, 3)", "(2, 5, 2, 4)", "K differs"],
+  ),
+  (
+    "linear_attention",
+    "v",
+    ones(B + 1, T, HV, V),
+    ["[B T HV V] = (2, 5, 4, 6)", "(3, 5, 4, 6)", "B differs"],
+  ),
+  (
+    "linear_attention",
+    "g",
+    ones(B, T, HV - 1),
+    ["[B T HV] = (2, 5, 4)", "(2, 5, 3)", "`v`", "HV differs"],
+  ),
+  (
+    "linear_attention",
+    "g",
+    ones(B, T, HV, K + 1),
+    ["[B T HV K] = (2, 5, 4, 3)", "(2, 5, 4, 4)", "K differs"],
+  ),
+  (
+    "linear_attention",
+    "initial_state",
+    ones(B, HV, V, K),
+    ["[B HV K V] = (2, 4, 3, 6)", "(2, 4, 6, 3)", "K and V"],
+  ),
+  (
+    "linear_attention",
+    "segment_ids",
+    jnp.zeros((B, T + 1), int),
+    ["[B T] = (2, 5)", "(2, 6)", "T differs"],
+  ),
   ("normalized_linear_attention", "k", ones(B, T, H, K + 1), ["[B T H K]", "(2, 5, 2, 4)"]),
   ("delta_rule", "beta", ones(B, T, H), ["[B T HV] = (2, 5, 4)", "(2, 5, 2)", "HV differs"]),
   ("delta_rule", "initial_state", ones(B, H, K, V), ["[B HV K V] = (2, 4, 3, 6)", "(2, 2, 3, 6)"]),
   ("linear_attention", "bonus", ones(HV, K), ["[H K] = (2, 3)", "(4, 3)", "H differs"]),
   ("delta_product", "k", ones(B, T, H, K), ["[B T R H K]", "rank 4"]),
-  ("delta_product", "beta", ones(B, T, R + 1, HV), ["[B T R HV] = (2, 5, 2, 4)", "(2, 5, 3, 4)", "R differs"]),
+  (
+    "delta_product",
+    "beta",
+    ones(B, T, R + 1, HV),
+    ["[B T R HV] = (2, 5, 2, 4)", "(2, 5, 3, 4)", "R differs"],
+  ),
   ("gated_oja", "g", ones(B, T, HV, K), ["[B T HV V] = (2, 5, 4, 6)", "(2, 5, 4, 3)", "V differs"]),
   ("dplr", "a", ones(B, T, HV, K), ["[B T H K] = (2, 5, 2, 3)", "(2, 5, 4, 3)", "H differs"]),
   ("mlstm", "f", ones(B, T, H), ["[B T HV] = (2, 5, 4)", "(2, 5, 2)", "HV differs"]),
@@ -96,7 +146,9 @@ WRONG_SIZE = [
 ]
 
 
-@pytest.mark.parametrize(("op", "name", "wrong", "parts"), WRONG_SIZE, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+  ("op", "name", "wrong", "parts"), WRONG_SIZE, ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_wrong_size(op, name, wrong, parts):
   message = error(op, **{name: wrong})
   assert f"`{name}`" in message
@@ -116,7 +168,9 @@ WRONG_RANK = [
 ]
 
 
-@pytest.mark.parametrize(("op", "name", "wrong", "wanted"), WRONG_RANK, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+  ("op", "name", "wrong", "wanted"), WRONG_RANK, ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_wrong_rank(op, name, wrong, wanted):
   message = error(op, **{name: wrong})
   assert f"`{name}` must be {wanted}" in message
@@ -143,7 +197,9 @@ def test_integers(op):
     assert f"`{name}` must have a floating dtype; got int32" in message
     assert "Cast it" in message
   message = error(op, segment_ids=jnp.zeros((B, T)))
-  assert "`segment_ids` must have a integer dtype; got float32" in message.replace("an integer", "a integer")
+  assert "`segment_ids` must have a integer dtype; got float32" in message.replace(
+    "an integer", "a integer"
+  )
 
 
 def _jitted_error(op, name, wrong) -> str:
@@ -184,7 +240,9 @@ def test_unknown_impl(op):
   message = error(op, impl="fast")
   assert "`impl` must be one of" in message
   assert "'fast'" in message
-  assert all(f"'{impl}'" in message for impl in ("auto", "recurrent", "associative", "chunked", "pallas"))
+  assert all(
+    f"'{impl}'" in message for impl in ("auto", "recurrent", "associative", "chunked", "pallas")
+  )
 
 
 KERNELS = (
@@ -205,9 +263,13 @@ def test_pallas_says_that_it_cannot(op):
     call(op, impl="pallas")
 
 
-@pytest.mark.parametrize(("options", "part"), [({"chunk_size": 7}, "chunk_size is 7"), ({}, "K is 300")])
+@pytest.mark.parametrize(
+  ("options", "part"), [({"chunk_size": 7}, "chunk_size is 7"), ({}, "K is 300")]
+)
 def test_pallas_says_what_its_kernels_do_not_take(options, part):
-  wide = {} if options else {"q": ones(B, T, H, 300), "k": ones(B, T, H, 300), "initial_state": None}
+  wide = (
+    {} if options else {"q": ones(B, T, H, 300), "k": ones(B, T, H, 300), "initial_state": None}
+  )
   with pytest.raises(NotImplementedError, match=rf"{part}.*impl='chunked' or impl='auto'\.$"):
     call("linear_attention", impl="pallas", **options, **wide)
 
@@ -221,16 +283,24 @@ def test_unknown_keyword_is_a_type_error(op):
 @pytest.mark.parametrize("chunk_size", [0, -16, 2.5, True, "64"])
 @pytest.mark.parametrize("op", ["linear_attention", "normalized_linear_attention", "delta_rule"])
 def test_chunk_size(op, chunk_size):
-  assert f"`chunk_size` must be a whole number of at least 1, or None for the default; got {chunk_size!r}" in error(
-    op, chunk_size=chunk_size, impl="chunked"
+  assert (
+    f"`chunk_size` must be a whole number of at least 1, or None for the default; got {chunk_size!r}"
+    in error(op, chunk_size=chunk_size, impl="chunked")
   )
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "linear_recurrence"])
-@pytest.mark.parametrize("scale", ["1", float("nan"), True, np.ones(K), jnp.ones((B, T, H, K))], ids=["text", "nan", "bool", "K", "BTHK"])
+@pytest.mark.parametrize(
+  "scale",
+  ["1", float("nan"), True, np.ones(K), jnp.ones((B, T, H, K))],
+  ids=["text", "nan", "bool", "K", "BTHK"],
+)
 def test_scale(op, scale):
   """An array would broadcast against the queries."""
-  assert "`scale` must be a finite number, an array of one without axes, or None for K^-1/2" in error(op, scale=scale)
+  assert (
+    "`scale` must be a finite number, an array of one without axes, or None for K^-1/2"
+    in error(op, scale=scale)
+  )
 
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), True, None, "small"])
@@ -239,7 +309,9 @@ def test_eps(eps):
   assert error("normalized_linear_attention", eps=eps) == expected
   for call_it in (
     lambda: lajax.bidirectional_linear_attention(one, one, one, eps=eps),
-    lambda: lajax.recurrence.normalized_linear_attention_step((one, one[0]), one[0], one[0], one[0], eps=eps),
+    lambda: lajax.recurrence.normalized_linear_attention_step(
+      (one, one[0]), one[0], one[0], one[0], eps=eps
+    ),
   ):
     with pytest.raises(ValueError, match=re.escape(expected)):
       call_it()
@@ -252,7 +324,12 @@ def test_window(window):
 
 def test_beta_or_erase_and_write():
   erase, write = ones(B, T, HV, K), ones(B, T, HV, V)
-  for changes in ({"erase": erase}, {"beta": None}, {"beta": None, "erase": erase}, {"beta": None, "write": write}):
+  for changes in (
+    {"erase": erase},
+    {"beta": None},
+    {"beta": None, "erase": erase},
+    {"beta": None, "write": write},
+  ):
     message = error("delta_rule", **changes)
     assert all(f"`{name}`" in message for name in ("beta", "erase", "write"))
 
@@ -291,7 +368,9 @@ def test_minus_infinity_is_a_gate_like_any_other():
 
 def test_steps_check_too():
   q, v, state = ones(B, H, K), ones(B, HV, V), ones(B, HV, K, V)
-  with pytest.raises(ValueError, match=re.escape("`k` must be [B H K] = (2, 2, 3) to match `q`; got (2, 2, 4)")):
+  with pytest.raises(
+    ValueError, match=re.escape("`k` must be [B H K] = (2, 2, 3) to match `q`; got (2, 2, 4)")
+  ):
     lajax.recurrence.linear_attention_step(state, q, ones(B, H, K + 1), v)
   with pytest.raises(ValueError, match="`beta` must be"):
     lajax.recurrence.delta_rule_step(state, q, q, v, ones(B, H))

@@ -19,7 +19,9 @@ from lajax.layers.state import follow
 
 def drawn(kind, *sizes, **options):
   """The graph of a layer and parameters for it, without the time to compile initial values."""
-  graph, params = abstract(Case(kind.__name__, functools.partial(kind, D, *sizes, impl="recurrent", **options)))
+  graph, params = abstract(
+    Case(kind.__name__, functools.partial(kind, D, *sizes, impl="recurrent", **options))
+  )
   return graph, values(params)
 
 
@@ -43,7 +45,9 @@ def test_favor_features_estimate_the_softmax_kernel_without_bias():
     orthogonal = jax.vmap(lambda key: orthogonal_projection(key, K, M))(keys)
     return estimate(orthogonal), estimate(jax.random.normal(keys[0], (draws, K, M)))
 
-  drawn, independent = (np.asarray(x, np.float64) for x in estimates(jax.random.split(jax.random.key(0), draws)))
+  drawn, independent = (
+    np.asarray(x, np.float64) for x in estimates(jax.random.split(jax.random.key(0), draws))
+  )
   want = np.exp((q * k).sum(-1) / K**0.5)
   error = drawn.mean(0) - want
   assert (np.abs(error) < 4 * drawn.std(0) / draws**0.5).all(), error
@@ -60,11 +64,17 @@ def test_directions_are_orthogonal_in_blocks_and_as_long_as_gaussian_vectors(K, 
   for start in range(0, M, K):
     block = w[:, start : start + K]
     norms = np.linalg.norm(block, axis=0)
-    np.testing.assert_allclose(block.T @ block / np.outer(norms, norms), np.eye(block.shape[1]), atol=1e-6)
-  np.testing.assert_allclose((many**2).sum(1).mean(), K, rtol=0.03)  # chi-squared: mean K, variance 2 K
+    np.testing.assert_allclose(
+      block.T @ block / np.outer(norms, norms), np.eye(block.shape[1]), atol=1e-6
+    )
+  np.testing.assert_allclose(
+    (many**2).sum(1).mean(), K, rtol=0.03
+  )  # chi-squared: mean K, variance 2 K
   np.testing.assert_allclose((many**2).sum(1).var(), 2 * K, rtol=0.1)
   np.testing.assert_allclose(many.mean(0), 0, atol=0.1)  # no direction is preferred
-  np.testing.assert_allclose(np.einsum("nkm,nlm->kl", many, many) / many.shape[0] / M, np.eye(K), atol=0.1)
+  np.testing.assert_allclose(
+    np.einsum("nkm,nlm->kl", many, many) / many.shape[0] / M, np.eye(K), atol=0.1
+  )
 
 
 def test_performer_redraws_and_keeps_its_directions_out_of_the_parameters():
@@ -98,7 +108,10 @@ def test_performer_does_not_underflow():
   x = np.random.default_rng(0).normal(size=(1, 9, D))
   q, k, v = np.split(x[0] @ w_in, 3, axis=1)
   projection = params["projection"][...]
-  log_q, log_k = np.asarray(favor_features(q, projection)), np.asarray(favor_features(k, projection))
+  log_q, log_k = (
+    np.asarray(favor_features(q, projection)),
+    np.asarray(favor_features(k, projection)),
+  )
   assert log_k.max() < -150
   want = np.zeros((9, 8))
   for t in range(9):
@@ -132,7 +145,12 @@ def test_cosformer_stops_at_its_maximum_length():
   y, _ = called(graph, params, x)  # under jit
   assert np.isfinite(y[:, :4]).all()
   assert np.isnan(y[:, 4]).all()
-  y, _ = called(graph, params, np.concatenate([x, x], axis=1), segment_ids=np.array([[0] * 4 + [1] * 4 + [-1] * 2]))
+  y, _ = called(
+    graph,
+    params,
+    np.concatenate([x, x], axis=1),
+    segment_ids=np.array([[0] * 4 + [1] * 4 + [-1] * 2]),
+  )
   assert np.isfinite(y).all()
 
 
@@ -157,7 +175,11 @@ def test_forget_gate_is_exact_at_both_ends():
   @quick_jit
   def gates_and_slopes(f, bound):
     slope = jax.vmap(jax.grad(lambda f: forget_gate(f, bound)[0]))
-    return *forget_gate(f, bound), slope(f), jax.grad(lambda bound: forget_gate(jnp.float32(2), bound)[0])(bound)
+    return (
+      *forget_gate(f, bound),
+      slope(f),
+      jax.grad(lambda bound: forget_gate(jnp.float32(2), bound)[0])(bound),
+    )
 
   for bound in (0.0, 0.3):
     g, forgets, slope, by_bound = gates_and_slopes(f, bound)
@@ -167,7 +189,11 @@ def test_forget_gate_is_exact_at_both_ends():
     np.testing.assert_allclose(
       g, np.where(f > 0, np.log1p(-np.minimum(miss, 0.9)), np.log(keep)), rtol=1e-5, atol=1e-38
     )
-    exact = (1 - bound) * np.exp(-np.logaddexp(0, f.astype(np.float64)) - np.logaddexp(0, -f.astype(np.float64))) / keep
+    exact = (
+      (1 - bound)
+      * np.exp(-np.logaddexp(0, f.astype(np.float64)) - np.logaddexp(0, -f.astype(np.float64)))
+      / keep
+    )
     np.testing.assert_allclose(slope, np.where(f < -80, 0, exact), rtol=1e-5, atol=1e-38)
     keep = bound + (1 - bound) / (1 + np.exp(-2.0))
     np.testing.assert_allclose(by_bound, (1 - 1 / (1 + np.exp(-2.0))) / keep, rtol=1e-5)
@@ -177,8 +203,12 @@ def test_forget_gate_is_exact_at_both_ends():
 @pytest.mark.parametrize("kind", [L.HGRN, L.HGRN2], ids=lambda kind: kind.__name__)
 def test_learned_lower_bounds(kind):
   """A number and an array of it are the same; a model that trains logits hands the bounds to its layers in each call."""
-  options, shape = ({"width": 16}, (16,)) if kind is L.HGRN else ({"num_heads": 2, "head_dim": 8}, (2, 8))
-  make = lambda lower_bound: kind(D, **options, lower_bound=lower_bound, impl="recurrent", rngs=nnx.Rngs(0))
+  options, shape = (
+    ({"width": 16}, (16,)) if kind is L.HGRN else ({"num_heads": 2, "head_dim": 8}, (2, 8))
+  )
+  make = lambda lower_bound: kind(
+    D, **options, lower_bound=lower_bound, impl="recurrent", rngs=nnx.Rngs(0)
+  )
   x = np.random.default_rng(0).normal(size=(1, 5, D)).astype(np.float32)
 
   class Model(nnx.Module):
@@ -248,7 +278,9 @@ def test_half_precision(kind):
   half, _ = drawn(kind, 2, 4, dtype=jnp.bfloat16)
   y, _ = called(half, params, x)
   assert y.dtype == jnp.bfloat16
-  assert relative_rms(y, want) < 10 * BUDGET["bfloat16"]["value"]  # projections and features are rounded too
+  assert (
+    relative_rms(y, want) < 10 * BUDGET["bfloat16"]["value"]
+  )  # projections and features are rounded too
 
 
 def test_dpfp_multiplies_neighbours_of_the_rectified_halves():
@@ -257,7 +289,9 @@ def test_dpfp_multiplies_neighbours_of_the_rectified_halves():
   want = [r[i] * r[i - 1] for i in range(6)]
   np.testing.assert_array_equal(dpfp(x)[0], want)
   np.testing.assert_array_equal(dpfp(x, nu=2)[0, 6:], [r[i] * r[i - 2] for i in range(6)])
-  y, state = quick_jit(lambda x: L.LinearAttention(8, 2, 4, feature_map="dpfp", rngs=nnx.Rngs(0))(x))(jnp.ones((1, 3, 8)))
+  y, state = quick_jit(
+    lambda x: L.LinearAttention(8, 2, 4, feature_map="dpfp", rngs=nnx.Rngs(0))(x)
+  )(jnp.ones((1, 3, 8)))
   assert y.shape == (1, 3, 8)
   assert state.memory[0].shape == (1, 2, 8, 4)
 

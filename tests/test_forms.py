@@ -17,7 +17,8 @@ BASE = Shape()
 def parameters(table):
   """pytest parameters from (values..., fast?)."""
   return [
-    pytest.param(*row, marks=() if fast else pytest.mark.slow, id="-".join(map(str, row))) for *row, fast in table
+    pytest.param(*row, marks=() if fast else pytest.mark.slow, id="-".join(map(str, row)))
+    for *row, fast in table
   ]
 
 
@@ -40,13 +41,20 @@ def _forms():
   for case_id, case in CASES.items():
     core, few = case_id in cases.CORE, case_id in ("linear_recurrence-vector", "delta_rule-head")
     table = {(impl, dtype): few for impl in case.impls for dtype in DTYPES}
-    table["chunked", "float32"] = table["chunked", "float64"] = table["associative", "float32"] = True
+    table["chunked", "float32"] = table["chunked", "float64"] = table["associative", "float32"] = (
+      True
+    )
     table["chunked", "bfloat16"] = table["recurrent", "float32"] = core
     del table["recurrent", "float64"]  # the reference itself
     for (impl, dtype), wanted in table.items():
       fast = dtype == "float32" and ((impl == "chunked" and (core or case_id in OTHERS)) or few)
       if wanted:
-        yield case_id, impl, dtype, fast or (case_id, impl, dtype) == ("delta_rule-head", "chunked", "bfloat16")
+        yield (
+          case_id,
+          impl,
+          dtype,
+          fast or (case_id, impl, dtype) == ("delta_rule-head", "chunked", "bfloat16"),
+        )
 
 
 @pytest.mark.parametrize(("case_id", "impl", "dtype"), parameters(_forms()))
@@ -71,7 +79,9 @@ def test_packed_documents_equal_reference(case_id, impl, dtype, first):
   """Documents, padding, carried states: each row has a layout of `cases.LAYOUTS` and a kind of values."""
   case = CASES[case_id]
   rows = cases.batch(case, first)
-  got = cases.evaluate(case, impl, dtype, cases.inputs(case_id, BASE, rows), cases.packed_ids(BASE.T))
+  got = cases.evaluate(
+    case, impl, dtype, cases.inputs(case_id, BASE, rows), cases.packed_ids(BASE.T)
+  )
   assert not cases.misses(case, got, base_reference(case_id, dtype, True, first), dtype, rows)
 
 
@@ -84,10 +94,15 @@ def test_reference_is_the_equation(case_id, packed):
   ids = cases.packed_ids(BASE.T) if packed else np.zeros((BATCH, BASE.T), np.int32)
   got = base_reference(case_id, "float64", packed)
   for n in range(BATCH):
-    row = {name: x if name in case.shared else jax.tree.map(lambda a, n=n: a[n], x) for name, x in arrays.items()}
+    row = {
+      name: x if name in case.shared else jax.tree.map(lambda a, n=n: a[n], x)
+      for name, x in arrays.items()
+    }
     o, state = case.equation(row, ids[n], None)
     mine = {"o": o} | {f"state.{i}": x for i, x in enumerate(jax.tree.leaves(state))}
-    theirs = {"o": got.o[n]} | {f"state.{i}": x[n] for i, x in enumerate(jax.tree.leaves(got.state))}
+    theirs = {"o": got.o[n]} | {
+      f"state.{i}": x[n] for i, x in enumerate(jax.tree.leaves(got.state))
+    }
     for name, x in theirs.items():
       error = cases.relative_rms(x, mine[name])
       assert error <= cases.BUDGET["float64"]["value"], f"row {n}, {name}: {error:.1e}"
@@ -102,19 +117,30 @@ def test_gradients_are_those_of_the_equation(case_id):
   case, rows, e = CASES[case_id], ("plain",), 1e-5
   arrays = cases.inputs(case_id, DERIVED, rows)
   rng = np.random.default_rng(0)
-  direction = {name: jax.tree.map(lambda x: rng.standard_normal(x.shape), x) for name, x in arrays.items()}
+  direction = {
+    name: jax.tree.map(lambda x: rng.standard_normal(x.shape), x) for name, x in arrays.items()
+  }
   cts = cases.cotangents(case, arrays)
   ids = np.array([0, 0, 0, -1, 0, 1, 1, 1, 1], np.int32)
 
   def value(step):
-    moved = {name: jax.tree.map(lambda x, d: x + step * d, x, direction[name]) for name, x in arrays.items()}
-    row = {name: x if name in case.shared else jax.tree.map(lambda a: a[0], x) for name, x in moved.items()}
+    moved = {
+      name: jax.tree.map(lambda x, d: x + step * d, x, direction[name])
+      for name, x in arrays.items()
+    }
+    row = {
+      name: x if name in case.shared else jax.tree.map(lambda a: a[0], x)
+      for name, x in moved.items()
+    }
     o, state = case.equation(row, ids, None)
     products = jax.tree.map(lambda ct, x: (ct[0] * x).sum(), cts, (o, state))
     return sum(jax.tree.leaves(products))
 
   got = cases.reference(case, arrays, ids[None], cts)
-  products = [jax.tree.map(lambda d, x: (d * x).sum(), direction[name], x) for name, x in got.gradients.items()]
+  products = [
+    jax.tree.map(lambda d, x: (d * x).sum(), direction[name], x)
+    for name, x in got.gradients.items()
+  ]
   slope = (value(e) - value(-e)) / (2 * e)
   assert abs(sum(jax.tree.leaves(products)) - slope) < 1e-7 * max(1, abs(slope))
 
@@ -146,7 +172,9 @@ def test_any_length(case_id, impl, T):
   ids = np.broadcast_to(np.where(np.arange(BASE.T) < T, 0, -1), (BATCH, BASE.T))
   want = cases.reference(case, whole, ids, values="float32")
   want = want._replace(o=want.o[:, :T], gradients=cases.cut(case, want.gradients, slice(T)))
-  got = cases.evaluate(case, impl, "float32", cases.cut(case, whole, slice(T)), None, (o[:, :T], state))
+  got = cases.evaluate(
+    case, impl, "float32", cases.cut(case, whole, slice(T)), None, (o[:, :T], state)
+  )
   assert not cases.misses(case, got, want, "float32", rows)
 
 
@@ -156,7 +184,9 @@ def check_shape(case_id: str, shape: Shape):
   rows = tuple(row for row in ("plain", "mixed") if row in case.rows)
   arrays = cases.inputs(case_id, shape, rows)
   got = cases.evaluate(case, "chunked", "float32", arrays)
-  assert not cases.misses(case, got, cases.reference(case, arrays, values="float32"), "float32", rows)
+  assert not cases.misses(
+    case, got, cases.reference(case, arrays, values="float32"), "float32", rows
+  )
 
 
 @pytest.mark.slow
@@ -165,7 +195,12 @@ def test_a_thousand_tokens(case_id):
   check_shape(case_id, Shape(T=1000))
 
 
-MATRIX = ["linear_attention-head", "linear_attention-channel", "delta_rule-head", "delta_rule-channel"]
+MATRIX = [
+  "linear_attention-head",
+  "linear_attention-channel",
+  "delta_rule-head",
+  "delta_rule-channel",
+]
 
 
 WIDTHS = ((60, 100), (96, 12), (256, 320))
@@ -196,14 +231,21 @@ def _chunk_sizes():
   for case in CASES.values():
     if case.chunked and case.id in cases.CORE:
       for C in (16, 64, 128) if case.gate == "channel" else (16, 32, 128):  # the default apart
-        yield case.id, C, (case.op, case.gate, C) in [("delta_rule", "head", 16), ("linear_attention", "channel", 64)]
+        yield (
+          case.id,
+          C,
+          (case.op, case.gate, C)
+          in [("delta_rule", "head", 16), ("linear_attention", "channel", 64)],
+        )
 
 
 @pytest.mark.parametrize(("case_id", "chunk_size"), parameters(_chunk_sizes()))
 def test_any_chunk_size(case_id, chunk_size):
   case = CASES[case_id]
   rows = cases.batch(case)
-  got = cases.evaluate(case, "chunked", "float32", cases.inputs(case_id, BASE, rows), chunk_size=chunk_size)
+  got = cases.evaluate(
+    case, "chunked", "float32", cases.inputs(case_id, BASE, rows), chunk_size=chunk_size
+  )
   assert not cases.misses(case, got, base_reference(case_id, "float32", False), "float32", rows)
 
 
@@ -213,7 +255,12 @@ def test_any_chunk_size(case_id, chunk_size):
 def _dtypes():
   for case_id in CASES:
     core = case_id in cases.CORE
-    for dtype, x64 in (("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)):
+    for dtype, x64 in (
+      ("float32", True),
+      ("float32", False),
+      ("bfloat16", True),
+      ("bfloat16", False),
+    ):
       if core or (dtype, x64) == ("bfloat16", True):
         yield case_id, dtype, x64, core and (dtype, x64) == ("float32", True)
 
@@ -239,7 +286,10 @@ def test_dtypes(case_id, dtype, x64):
 def test_scale_and_no_initial_state(impl):
   """scale multiplies what is read, and may be an array, with a derivative; no initial state is a state of zeros."""
   case = CASES["linear_attention-head"]
-  arrays = {name: x[:1].astype(np.float32) for name, x in cases.inputs(case.id, Shape(T=20), ("plain",)).items()}
+  arrays = {
+    name: x[:1].astype(np.float32)
+    for name, x in cases.inputs(case.id, Shape(T=20), ("plain",)).items()
+  }
   none = {name: x for name, x in arrays.items() if name != "initial_state"}
 
   @cases.quick_jit

@@ -12,7 +12,11 @@ from cases import CASES, Shape
 import lajax
 
 pytestmark = pytest.mark.gpu
-KERNELS = [f"{op}-{gate}" for op in ("linear_attention", "delta_rule", "dplr") for gate in ("none", "head", "channel")]
+KERNELS = [
+  f"{op}-{gate}"
+  for op in ("linear_attention", "delta_rule", "dplr")
+  for gate in ("none", "head", "channel")
+]
 SHAPES = (Shape(), Shape(T=130, H=2, HV=4, K=128, V=128), Shape(T=65, H=1, HV=2, K=192, V=72))
 
 
@@ -42,4 +46,7 @@ def test_more_than_65535_programs():
   """One batch a program and more: the axes of a launch that a GPU bounds are not used."""
   q = jax.random.normal(jax.random.key(0), (70_000, 17, 1, 16))
   run = jax.jit(lambda impl: lajax.linear_attention(q, q, q, impl=impl)[0], static_argnums=0)
-  assert cases.relative_rms(np.asarray(run("pallas")), np.asarray(run("chunked"))) < cases.BUDGET["float32"]["value"]
+  assert (
+    cases.relative_rms(np.asarray(run("pallas")), np.asarray(run("chunked")))
+    < cases.BUDGET["float32"]["value"]
+  )

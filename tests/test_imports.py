@@ -30,7 +30,8 @@ ALLOWED = {
   "_operations": set(),
   "recurrence": BASE,
   "pallas": BASE | {"_operations"},
-  "pallas/compiled.py": BASE | {"pallas", "layers"},  # compiles whole layers; nothing but the report imports it
+  "pallas/compiled.py": BASE
+  | {"pallas", "layers"},  # compiles whole layers; nothing but the report imports it
   "ops": BASE | {"recurrence", "pallas"},
   "tasks": BASE,
   "cost": BASE | {"_operations"},
@@ -58,13 +59,19 @@ def imports(path: pathlib.Path) -> set[str]:
       module = ".".join(filter(None, [base, node.module]))
       found |= {f"{module}.{alias.name}" for alias in node.names}
   names = [name.split(".") for name in found]
-  return {"__init__" if len(name) == 1 or name[1] in lajax.__all__ else name[1] for name in names if name[0] == "lajax"}
+  return {
+    "__init__" if len(name) == 1 or name[1] in lajax.__all__ else name[1]
+    for name in names
+    if name[0] == "lajax"
+  }
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path):
   part = part_of(path)
-  assert part in ALLOWED, f"lajax/{part} has no place in the ladder of imports: give it one in ALLOWED"
+  assert part in ALLOWED, (
+    f"lajax/{part} has no place in the ladder of imports: give it one in ALLOWED"
+  )
   allowed = ALLOWED[part] | {part}
   if part in ("layers", "models", "tasks"):
     allowed |= {"__init__"} if "ops" in allowed else set()  # `import lajax` for the ops themselves
@@ -76,7 +83,9 @@ def test_no_library_file_imports_tests_or_experiments():
     for node in ast.walk(ast.parse(path.read_text())):
       modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
       modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-      assert not any(module.split(".")[0] in ("tests", "experiments", "cases") for module in modules), path
+      assert not any(
+        module.split(".")[0] in ("tests", "experiments", "cases") for module in modules
+      ), path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -85,7 +94,11 @@ def test_no_swallowed_keywords(path):
   module = ast.parse(path.read_text())
   classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
   for node in [*module.body, *(method for c in classes for method in c.body)]:
-    if isinstance(node, ast.FunctionDef) and not path.name.startswith("_") and not node.name.startswith("_"):
+    if (
+      isinstance(node, ast.FunctionDef)
+      and not path.name.startswith("_")
+      and not node.name.startswith("_")
+    ):
       assert not node.args.kwarg, f"{path.name}: {node.name} takes **{node.args.kwarg.arg}"
 
 
@@ -104,7 +117,13 @@ def public(module: str) -> list[str]:
 
 
 def test_all_ops_are_public():
-  assert {"attention", "delta_rule", "linear_attention", "linear_recurrence", "normalized_linear_attention"} <= set(OPS)
+  assert {
+    "attention",
+    "delta_rule",
+    "linear_attention",
+    "linear_recurrence",
+    "normalized_linear_attention",
+  } <= set(OPS)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -135,7 +154,9 @@ def test_public_names_have_docstrings(module):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_modules_have_docstrings(path):
   source = path.read_text()
-  assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{path.name} does not say what it is"
+  assert not source.strip() or ast.get_docstring(ast.parse(source)), (
+    f"{path.name} does not say what it is"
+  )
 
 
 # --- annotations -----------------------------------------------------------------------------------------------------
@@ -151,7 +172,11 @@ def _arguments(name: str) -> dict:
     "linear_attention": gated | {"initial_state": state},
     "normalized_linear_attention": gated | {"initial_state": (state, ones((B, HV, K)))},
     "delta_rule": gated | {"beta": ones((B, T, HV)), "initial_state": state},
-    "linear_recurrence": {"x": ones((B, T, 3, 4)), "log_a": -ones((B, T, 3, 4)), "initial_state": ones((B, 3, 4))},
+    "linear_recurrence": {
+      "x": ones((B, T, 3, 4)),
+      "log_a": -ones((B, T, 3, 4)),
+      "initial_state": ones((B, 3, 4)),
+    },
     "attention": {
       "q": ones((B, T, HV, K)),
       "k": ones((B, T, H, K)),
@@ -162,8 +187,16 @@ def _arguments(name: str) -> dict:
   }[name]
 
 
-@pytest.mark.parametrize("name", ["attention", "delta_rule", "linear_attention", "linear_recurrence",
-                                  "normalized_linear_attention"])  # fmt: skip
+@pytest.mark.parametrize(
+  "name",
+  [
+    "attention",
+    "delta_rule",
+    "linear_attention",
+    "linear_recurrence",
+    "normalized_linear_attention",
+  ],
+)
 def test_annotations_hold(name):
   op = jaxtyping.jaxtyped(typechecker=beartype.beartype)(getattr(lajax, name))
   arguments = _arguments(name)
@@ -201,5 +234,7 @@ def test_every_annotation_of_the_package_holds():
         jax.eval_shape(jax.grad(total), inputs)
     print("done")
   """
-  done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+  done = subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False
+  )
   assert done.stdout.strip() == "done", done.stderr

@@ -82,7 +82,11 @@ LAUNCHES = {
   "attention": 3,
   "linear_recurrence": 6,
 }  # both ways; else 2
-IN_SEGMENTS = {"linear_attention": 4, "delta_rule": 5, "dplr": 5}  # of what goes through them, both ways
+IN_SEGMENTS = {
+  "linear_attention": 4,
+  "delta_rule": 5,
+  "dplr": 5,
+}  # of what goes through them, both ways
 
 
 @pytest.mark.parametrize("family", KERNELS)
@@ -98,8 +102,15 @@ def test_kernels_are_lowered_for_a_gpu(family):
 
 def test_the_report_in_docs_is_whole():
   rows = [Facts(**row) for row in FOUND["kernels"]]
-  want = {(case, kernel, name) for case in programs.cases() for kernel in kernels(case) for name in ARCHITECTURES}
-  assert {(Case(row.family, row.gate, row.D, row.dtype), row.kernel, row.architecture) for row in rows} == want
+  want = {
+    (case, kernel, name)
+    for case in programs.cases()
+    for kernel in kernels(case)
+    for name in ARCHITECTURES
+  }
+  assert {
+    (Case(row.family, row.gate, row.D, row.dtype), row.kernel, row.architecture) for row in rows
+  } == want
   check(rows)
   assert (report.DOCS / "kernels.md").read_text() == report.markdown(FOUND)
 
@@ -134,14 +145,18 @@ def test_a_model_counts_what_kernels_move_and_compute():
   (alone,) = model.launches(made["forward"].call, *made["forward"].args)
   attend = model.launches(made["train"].call, *made["train"].args)[0]
   assert alone.kernel == attend.kernel == "linear_outputs"
-  assert attend.moved - alone.moved == 2 * 64 * 64 * 2  # the state before each head's one chunk, bfloat16
+  assert (
+    attend.moved - alone.moved == 2 * 64 * 64 * 2
+  )  # the state before each head's one chunk, bfloat16
   products = 4 * 2 * 64**3  # of each head: scores, what they and the state read, what is written
   assert 2 * products < alone.operations < 2.1 * products
 
 
 def test_a_forward_pass_moves_what_it_must():
   """Over the least possible, bfloat16, K = V = 128: the additive family 1.5, also with the states that it keeps; the other two 2.5."""
-  moved = lambda family: [row.moved for row in report.modelled(Case(family, "head", 128, "bfloat16"), Shape())]
+  moved = lambda family: [
+    row.moved for row in report.modelled(Case(family, "head", 128, "bfloat16"), Shape())
+  ]
   assert max(moved("linear_attention")[:2]) <= 1.5
   assert moved("delta_rule")[0] <= 2.5
   assert max(moved("dplr")[:2]) <= 2.5
@@ -152,7 +167,9 @@ def test_fingerprints_change_with_code_and_not_with_words(tmp_path, monkeypatch)
   for name in ("launch.py", "tiles.py"):
     (tmp_path / name).write_text((report.FOLDER / name).read_text())
   monkeypatch.setattr(report, "FOLDER", tmp_path)
-  digest = lambda text: (tmp_path / "norm.py").write_text(text) and report.fingerprint("gated_rms_norm")
+  digest = lambda text: (
+    (tmp_path / "norm.py").write_text(text) and report.fingerprint("gated_rms_norm")
+  )
   first = digest(source)
   assert digest("# a comment\n" + source) == first
   assert digest(source + "\nMORE = 1\n") != first

@@ -23,7 +23,9 @@ DECAYING = ["linear_recurrence-vector", "linear_attention-channel", "delta_rule-
 def numbers(case_id: str, shape: Shape = BASE, rows=None, dtype: str = "float32") -> dict:
   """Inputs in one dtype, as numpy arrays."""
   arrays = cases.inputs(case_id, shape, rows)
-  return {n: jax.tree.map(functools.partial(cases.rounded, n, dtype=dtype), x) for n, x in arrays.items()}
+  return {
+    n: jax.tree.map(functools.partial(cases.rounded, n, dtype=dtype), x) for n, x in arrays.items()
+  }
 
 
 def assert_same_bits(a, b):
@@ -35,7 +37,9 @@ def op(case, impl: str, **options):
   """The op as (arrays, segment_ids) -> (o, state), in float32 or whatever it is given."""
 
   def run(arrays, segment_ids=None):
-    out = getattr(lajax, case.op)(**arrays, segment_ids=segment_ids, impl=impl, **dict(case.options), **options)
+    out = getattr(lajax, case.op)(
+      **arrays, segment_ids=segment_ids, impl=impl, **dict(case.options), **options
+    )
     return out if case.stateful else (out, ())
 
   return run
@@ -71,7 +75,9 @@ def test_split_equals_whole(case_id, at):
     out, pull = jax.vjp(two, arrays)
     return out, pull(jax.tree.map(lambda ct, x: ct.astype(x.dtype), cts, out))[0]
 
-  out, gradients = jax.device_get(run(numbers(case_id), jax.tree.map(lambda x: x.astype(np.float32), cts)))
+  out, gradients = jax.device_get(
+    run(numbers(case_id), jax.tree.map(lambda x: x.astype(np.float32), cts))
+  )
   want = cases.reference(case, arrays, None, cts, values="float32")
   assert not cases.misses(case, cases.Result(*out, gradients), want, "float32", cases.batch(case))
 
@@ -116,7 +122,9 @@ def test_causality(case_id):
   assert_same_bits(a.o[:, :at], b.o[:, :at])
   for name, x in a.gradients.items():
     if name not in case.untimed:
-      np.testing.assert_array_equal(x[:, at:], 0.0, err_msg=f"d{name} of tokens that no output has read")
+      np.testing.assert_array_equal(
+        x[:, at:], 0.0, err_msg=f"d{name} of tokens that no output has read"
+      )
 
 
 FILLINGS = {
@@ -151,7 +159,9 @@ def test_documents_do_not_touch_each_other(case_id):
   Gates are held to the budget instead: their gradients are sums over tokens, and a sum's rounding may differ.
   """
   case = CASES[case_id]
-  loud = ("k",) if case.op == "gated_oja" else ("v", "x")  # what is written; Oja's rule is unstable for longer v
+  loud = (
+    ("k",) if case.op == "gated_oja" else ("v", "x")
+  )  # what is written; Oja's rule is unstable for longer v
   ids = cases.packed_ids(BASE.T)
   arrays = cases.inputs(case_id, BASE)
   changed = np.zeros(ids.shape, bool)
@@ -166,14 +176,18 @@ def test_documents_do_not_touch_each_other(case_id):
     return np.where(changed.reshape(ids.shape + (1,) * (x.ndim - 2)), other, x)
 
   a = cases.evaluate(case, "chunked", "float32", arrays, ids)
-  b = cases.evaluate(case, "chunked", "float32", {name: change(name, x) for name, x in arrays.items()}, ids)
+  b = cases.evaluate(
+    case, "chunked", "float32", {name: change(name, x) for name, x in arrays.items()}, ids
+  )
   same = ~changed
   np.testing.assert_array_equal(a.o[same], b.o[same])
   for name, x in a.gradients.items():
     if name in case.untimed:
       continue
     if name in cases.GATES:
-      assert cases.relative_rms(b.gradients[name][same], x[same]) <= cases.BUDGET["float32"]["gate"], f"d{name}"
+      assert (
+        cases.relative_rms(b.gradients[name][same], x[same]) <= cases.BUDGET["float32"]["gate"]
+      ), f"d{name}"
     else:
       np.testing.assert_array_equal(x[same], b.gradients[name][same], err_msg=f"d{name}")
 
@@ -188,7 +202,9 @@ def test_documents_equal_separate_runs(case_id):
   want = cases.evaluate(case, "chunked", "float32", arrays, ids, cts)
   found = cases.documents(ids[0])
   for n, where in enumerate(found):
-    own = np.concatenate([where, np.setdiff1d(np.arange(BASE.T), where)])  # the document first, then padding
+    own = np.concatenate(
+      [where, np.setdiff1d(np.arange(BASE.T), where)]
+    )  # the document first, then padding
     alone = {name: x if name in case.untimed else x[:, own] for name, x in arrays.items()}
     o, state = cts
     if case.stateful and n > 0:
@@ -203,7 +219,9 @@ def test_documents_equal_separate_runs(case_id):
     last = n == len(found) - 1
     a = cases.Result(got.o[:, inside], got.state if last else (), gradients)
     b = cases.Result(want.o[:, where], want.state if last else (), wanted)
-    assert not cases.misses(case, a, b, "float32"), f"document {n}"  # a gradient of one row may cancel to nothing
+    assert not cases.misses(case, a, b, "float32"), (
+      f"document {n}"
+    )  # a gradient of one row may cancel to nothing
 
 
 def _many(case_id: str, T: int, ids: np.ndarray):
@@ -241,12 +259,16 @@ def test_a_document_longer_than_65536(case_id):
 
 
 @pytest.mark.parametrize("impl", ["recurrent", "associative", "chunked"])
-@pytest.mark.parametrize("case_id", ["linear_recurrence-vector", "linear_attention-head", "delta_rule-head"])
+@pytest.mark.parametrize(
+  "case_id", ["linear_recurrence-vector", "linear_attention-head", "delta_rule-head"]
+)
 def test_zero_gates_leave_the_state_untouched(case_id, impl):
   """No decay and nothing written: the state that comes out is the state that went in, bit for bit."""
   case = CASES[case_id]
   arrays = cases.inputs(case_id, BASE)
-  silent = {name: np.zeros_like(x) for name, x in arrays.items() if name in ("g", "log_a", "beta", "x")}
+  silent = {
+    name: np.zeros_like(x) for name, x in arrays.items() if name in ("g", "log_a", "beta", "x")
+  }
   if case.op == "linear_attention":
     silent["v"] = np.zeros_like(arrays["v"])
   got = cases.evaluate(case, impl, "float32", arrays | silent)
@@ -289,13 +311,17 @@ def test_forward_mode_equals_reverse_mode(case_id, impl, x64):
     return pushed, pull(cts)[0]
 
   pushed, pulled = jax.device_get(both(arrays, tangents, cts))
-  dot = lambda a, b: sum(np.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+  dot = lambda a, b: sum(
+    np.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  )
   assert dot(cts, pushed) == pytest.approx(dot(pulled, tangents), rel=1e-10)
 
 
 def _transformations():
   for case_id in cases.CORE:
-    yield pytest.param(case_id, "chunked", marks=() if case_id == "delta_rule-head" else pytest.mark.slow)
+    yield pytest.param(
+      case_id, "chunked", marks=() if case_id == "delta_rule-head" else pytest.mark.slow
+    )
   yield pytest.param("delta_rule-head", "associative", marks=pytest.mark.slow)
 
 
@@ -315,13 +341,21 @@ def test_vmap_and_remat_change_nothing(case_id, impl):
   arrays = small(case_id)
   loss = _loss(case, impl)
   want = quick_jit(jax.grad(loss))(arrays)
-  apart = {name: x if name in case.shared else jax.tree.map(lambda a: a[:, None], x) for name, x in arrays.items()}
-  over = ({name: None if name in case.shared else 0 for name in arrays},)  # an outer axis of batches of one
+  apart = {
+    name: x if name in case.shared else jax.tree.map(lambda a: a[:, None], x)
+    for name, x in arrays.items()
+  }
+  over = (
+    {name: None if name in case.shared else 0 for name in arrays},
+  )  # an outer axis of batches of one
   got = quick_jit(jax.vmap(jax.grad(jax.checkpoint(loss)), in_axes=over))(apart)
   for name, x in got.items():
     for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(want[name]), strict=True):
       a = a.sum(0) if name in case.shared else a[:, 0]
-      assert cases.relative_rms(a, b) <= cases.BUDGET["float32"]["gate" if name in cases.GATES else "gradient"], name
+      assert (
+        cases.relative_rms(a, b)
+        <= cases.BUDGET["float32"]["gate" if name in cases.GATES else "gradient"]
+      ), name
 
 
 @pytest.mark.parametrize(("case_id", "impl"), [*_transformations()])
@@ -344,7 +378,8 @@ def test_scan_over_layers(case_id, impl):
 
 
 @pytest.mark.parametrize(
-  "impl", [*(pytest.param(i, marks=pytest.mark.slow) for i in ("recurrent", "associative")), "chunked"]
+  "impl",
+  [*(pytest.param(i, marks=pytest.mark.slow) for i in ("recurrent", "associative")), "chunked"],
 )
 def test_grouped_heads_equal_repeated_heads(impl):
   """Head h of q and k serves value heads n h ... n h + n - 1: repeating q and k says the same."""
@@ -363,4 +398,6 @@ def test_auto_is_one_of_the_forms(case_id):
     arrays = cases.cut(case, small(case_id, ("plain",)), slice(T))
     out = jax.eval_shape(op(case, "auto"), arrays)
     want = jax.eval_shape(op(case, "recurrent"), arrays)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), out) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), out) == jax.tree.map(
+      lambda x: (x.shape, x.dtype), want
+    )

@@ -20,9 +20,15 @@ pytestmark = pytest.mark.usefixtures("x64")
 # fastest, for one layer of each kind in the fast set; the whole set adds all others, in the form that users run where they have
 # more than one.
 KINDS = ("SoftmaxAttention", "LinearAttention", "Mamba2", "GatedDeltaNet")
-FAST = [pytest.param(case.in_form("recurrent"), id=f"{case.name}-recurrent") for case in PLAIN if case.name in KINDS]
+FAST = [
+  pytest.param(case.in_form("recurrent"), id=f"{case.name}-recurrent")
+  for case in PLAIN
+  if case.name in KINDS
+]
 FULL = [
-  pytest.param(case if case.plain else case.in_form("recurrent"), id=case.name, marks=pytest.mark.slow)
+  pytest.param(
+    case if case.plain else case.in_form("recurrent"), id=case.name, marks=pytest.mark.slow
+  )
   for case in CASES
 ]
 every_layer = pytest.mark.parametrize("case", FAST + FULL)
@@ -32,18 +38,24 @@ def _runs(*lengths):
   return [n for n, length in enumerate(lengths) for _ in range(length)]
 
 
-PACKED = np.stack([
-  np.array(_runs(T)),
-  np.array(_runs(1, 16, 46, 1, 6)),  # borders at 1, 17, 63, 64, and a document of one token
-  np.array([-1] * 5 + [3] * 12 + [-1] * 3 + [3] * 5 + [1] * 30 + [-1] * 2 + [1] * 3 + [-1] * 10),  # padding everywhere
-  np.array([9] * 17 + [2] * 20 + [9] * 28 + [-1] * 5),  # an id comes back
-])  # fmt: skip
-RUNS = np.stack([
-  np.array(_runs(T)),
-  np.array(_runs(1, 16, 46, 1, 6)),
-  np.where(PACKED[2] < 0, -1, np.where(PACKED[2] == 3, 0, 1)),
-  np.array(_runs(17, 20, 28) + [-1] * 5),
-])  # fmt: skip
+PACKED = np.stack(
+  [
+    np.array(_runs(T)),
+    np.array(_runs(1, 16, 46, 1, 6)),  # borders at 1, 17, 63, 64, and a document of one token
+    np.array(
+      [-1] * 5 + [3] * 12 + [-1] * 3 + [3] * 5 + [1] * 30 + [-1] * 2 + [1] * 3 + [-1] * 10
+    ),  # padding everywhere
+    np.array([9] * 17 + [2] * 20 + [9] * 28 + [-1] * 5),  # an id comes back
+  ]
+)
+RUNS = np.stack(
+  [
+    np.array(_runs(T)),
+    np.array(_runs(1, 16, 46, 1, 6)),
+    np.where(PACKED[2] < 0, -1, np.where(PACKED[2] == 3, 0, 1)),
+    np.array(_runs(17, 20, 28) + [-1] * 5),
+  ]
+)
 
 
 @functools.cache
@@ -64,7 +76,9 @@ def agree(got, want, what: str):
       np.testing.assert_array_equal(g, w, err_msg=jax.tree_util.keystr(path))
       continue
     error = relative_rms(g, w, floor=1e-3)
-    assert error <= BUDGET["float64"][what], f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
+    assert error <= BUDGET["float64"][what], (
+      f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
+    )
 
 
 def agree_in_all(got: Result, want: Result):
@@ -105,14 +119,22 @@ def test_documents_equal_their_own_runs(case):
   m = compiled(case)
   state, dstate, want = packed(case)
   last = RUNS.max(axis=1)
-  got = Result(np.zeros_like(want.y), want.state, *jax.tree.map(np.zeros_like, (want.dparams, want.dx, want.dstate)))
+  got = Result(
+    np.zeros_like(want.y),
+    want.state,
+    *jax.tree.map(np.zeros_like, (want.dparams, want.dx, want.dstate)),
+  )
   for run in range(RUNS.max() + 1):
     rows = lambda keep, xs: jax.tree.map(
       lambda x: np.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, np.zeros_like(x)), xs
     )
     alone = m.with_gradients(
-      m.x, state if run == 0 else m.init, np.where(run == RUNS, 0, -1), m.dy, rows(last == run, dstate)
-    )  # fmt: skip
+      m.x,
+      state if run == 0 else m.init,
+      np.where(run == RUNS, 0, -1),
+      m.dy,
+      rows(last == run, dstate),
+    )
     begun = alone.dstate if run == 0 else jax.tree.map(np.zeros_like, alone.dstate)
     got = got._replace(
       y=got.y + alone.y,
@@ -129,7 +151,9 @@ def test_padding_is_inert(case):
   m = compiled(case)
   state, dstate, want = packed(case)
   padding = (PACKED < 0)[..., None]
-  got = m.with_gradients(np.where(padding, np.nan, m.x), state, PACKED, np.where(padding, 1e9, m.dy), dstate)
+  got = m.with_gradients(
+    np.where(padding, np.nan, m.x), state, PACKED, np.where(padding, 1e9, m.dy), dstate
+  )
   jax.tree.map(np.testing.assert_array_equal, got, want)
   assert not np.where(padding, want.y, 0).any()
   assert not np.where(padding, want.dx, 0).any()
@@ -139,7 +163,9 @@ def test_padding_is_inert(case):
   # The maximum that mLSTM's state is relative to gets two products that cancel: one rounding of them may remain.
   rounding = 1e-14 if case.name == "MLSTM" else 0
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), nothing.dstate, dstate)
-  jax.tree.map(np.testing.assert_array_equal, m.with_gradients(m.x, m.init, np.full((B, T), -1)).state, m.init)
+  jax.tree.map(
+    np.testing.assert_array_equal, m.with_gradients(m.x, m.init, np.full((B, T), -1)).state, m.init
+  )
 
 
 @every_layer

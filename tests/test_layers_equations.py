@@ -26,7 +26,9 @@ def parts(layer, x, heads):
   """x W_in cut into heads; those of q k v that the layer convolves go through its convolution first."""
   z, start, out = x @ np.asarray(layer.in_proj.kernel), 0, {}
   channels = 0 if layer.conv is None else layer.conv.channels
-  z = np.concatenate([conv(layer.conv, z[:, :channels]), z[:, channels:]], axis=1) if channels else z
+  z = (
+    np.concatenate([conv(layer.conv, z[:, :channels]), z[:, channels:]], axis=1) if channels else z
+  )
   for name, *shape in heads:
     width = int(np.prod(shape))
     out[name] = z[:, start : start + width].reshape(T, *shape)
@@ -51,7 +53,10 @@ def turned(x, theta):
     for i in range(half):
       angle = t * theta ** (-i / half)
       a, b = x[t, :, i], x[t, :, i + half]
-      out[t, :, i], out[t, :, i + half] = a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)
+      out[t, :, i], out[t, :, i + half] = (
+        a * np.cos(angle) - b * np.sin(angle),
+        b * np.cos(angle) + a * np.sin(angle),
+      )
   return out
 
 
@@ -128,7 +133,8 @@ def cosformer(layer, x):
     for h in range(2):
       relu = lambda x: np.maximum(x, 0)
       w = [
-        relu(p["q"][t, h]) @ relu(p["k"][j, h]) * np.cos(np.pi * (t - j) / (2 * layer.max_length)) for j in range(t + 1)
+        relu(p["q"][t, h]) @ relu(p["k"][j, h]) * np.cos(np.pi * (t - j) / (2 * layer.max_length))
+        for j in range(t + 1)
       ]
       o[t, h] = w @ p["v"][: t + 1, h] / (np.sum(w) + EPS)
   return o
@@ -202,7 +208,9 @@ def mamba2(H, N, G):
   def f(layer, x):
     p = parts(layer, x, [("u", H, 8), ("B", G, N), ("C", G, N), ("z", H, 8), ("dt", H)])
     dt = softplus(p["dt"] + np.asarray(layer.dt_bias))
-    o = recur(p["C"], p["B"], dt[..., None] * p["u"], np.exp(-np.exp(np.asarray(layer.A_log)) * dt), scale=1)
+    o = recur(
+      p["C"], p["B"], dt[..., None] * p["u"], np.exp(-np.exp(np.asarray(layer.A_log)) * dt), scale=1
+    )
     y = (o + np.asarray(layer.D)[:, None] * p["u"]) * silu(p["z"])
     return rms(y.reshape(T, G, -1), np.asarray(layer.norm.weight))
 
@@ -211,11 +219,15 @@ def mamba2(H, N, G):
 
 def deltanet(layer, x):
   p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2)])
-  return rms(recur(l2(p["q"]), l2(p["k"]), p["v"], beta=sigmoid(p["beta"])), np.asarray(layer.norm.weight))
+  return rms(
+    recur(l2(p["q"]), l2(p["k"]), p["v"], beta=sigmoid(p["beta"])), np.asarray(layer.norm.weight)
+  )
 
 
 def gated_deltanet(layer, x):
-  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 4, 12), ("beta", 4), ("a", 4), ("gate", 4, 12)])
+  p = parts(
+    layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 4, 12), ("beta", 4), ("a", 4), ("gate", 4, 12)]
+  )
   decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
   o = recur(l2(p["q"]), l2(p["k"]), p["v"], decay, 2 * sigmoid(p["beta"]))
   return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
@@ -223,7 +235,9 @@ def gated_deltanet(layer, x):
 
 def kda(HV, R, bounded):
   def f(layer, x):
-    p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", HV, 8), ("beta", HV), ("f", R), ("gate", R)])
+    p = parts(
+      layer, x, [("q", 2, 8), ("k", 2, 8), ("v", HV, 8), ("beta", HV), ("f", R), ("gate", R)]
+    )
     A = np.exp(np.asarray(layer.A_log))[:, None]
     f = (p["f"] @ np.asarray(layer.decay_proj.kernel)).reshape(T, HV, 8) + np.asarray(layer.dt_bias)
     decay = np.exp(-5 * sigmoid(A * f)) if bounded else np.exp(-A * softplus(f))
@@ -236,13 +250,17 @@ def kda(HV, R, bounded):
 
 def mamba(layer, x):
   p = parts(layer, x, [("u", 12), ("z", 12)])
-  norm = lambda x, layer: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.asarray(layer.weight)
+  norm = lambda x, layer: (
+    x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.asarray(layer.weight)
+  )
   r, b, c = np.split(p["u"] @ np.asarray(layer.x_proj.kernel), [3, 7], axis=1)
   r, b, c = norm(r, layer.dt_norm), norm(b, layer.B_norm), norm(c, layer.C_norm)
   dt = softplus(r @ np.asarray(layer.dt_proj.kernel) + np.asarray(layer.dt_bias))
   h, o = np.zeros((12, 4)), np.zeros_like(p["u"])
   for t in range(T):
-    h = np.exp(-np.exp(np.asarray(layer.A_log)) * dt[t][:, None]) * h + np.outer(dt[t] * p["u"][t], b[t])
+    h = np.exp(-np.exp(np.asarray(layer.A_log)) * dt[t][:, None]) * h + np.outer(
+      dt[t] * p["u"][t], b[t]
+    )
     o[t] = h @ c[t] + np.asarray(layer.D) * p["u"][t]
   return o * silu(p["z"])
 
@@ -251,8 +269,13 @@ def griffin(layer, x):
   p, lru = parts(layer, x, [("u", 12), ("gate", 12)]), layer.rglru
   h, o = np.zeros(12), np.zeros_like(p["u"])
   for t in range(T):
-    blocks = [p["u"][t, 4 * n : 4 * n + 4] @ np.asarray(lru.gates)[n] + np.asarray(lru.gates_bias)[n] for n in range(3)]
-    r, i = (sigmoid(np.concatenate([b[half] for b in blocks])) for half in (slice(0, 4), slice(4, 8)))
+    blocks = [
+      p["u"][t, 4 * n : 4 * n + 4] @ np.asarray(lru.gates)[n] + np.asarray(lru.gates_bias)[n]
+      for n in range(3)
+    ]
+    r, i = (
+      sigmoid(np.concatenate([b[half] for b in blocks])) for half in (slice(0, 4), slice(4, 8))
+    )
     a = np.exp(-8 * r * softplus(np.asarray(lru.Lambda))) if t else np.zeros(12)
     h = o[t] = a * h + np.sqrt(1 - a**2) * (i * p["u"][t])
   gate = p["gate"]
@@ -296,9 +319,9 @@ def shifted(layer, x, change, name, m=None):
 
 def head_norm(layer, o):
   o = o - o.mean(-1, keepdims=True)
-  return o / np.sqrt((o * o).mean(-1, keepdims=True) + 64e-5) * np.asarray(layer.norm.weight) + np.asarray(
-    layer.norm.bias
-  )
+  return o / np.sqrt((o * o).mean(-1, keepdims=True) + 64e-5) * np.asarray(
+    layer.norm.weight
+  ) + np.asarray(layer.norm.bias)
 
 
 def low_rank(module, x, activation=lambda x: x):
@@ -308,12 +331,18 @@ def low_rank(module, x, activation=lambda x: x):
 
 def rwkv6(layer, x):
   change = np.concatenate([np.zeros((1, D)), x[:-1]]) - x
-  m = np.tanh((x + change * np.asarray(layer.mu_x)) @ np.asarray(layer.shift_down.kernel)).reshape(T, 5, -1)
+  m = np.tanh((x + change * np.asarray(layer.mu_x)) @ np.asarray(layer.shift_down.kernel)).reshape(
+    T, 5, -1
+  )
   m = np.einsum("tir,ird->tid", m, np.asarray(layer.shift_up))
   W = np.asarray(layer.in_proj.kernel)
-  read = lambda name, n: (shifted(layer, x, change, name, m) @ W[:, 16 * n : 16 * n + 16]).reshape(T, 2, 8)
+  read = lambda name, n: (shifted(layer, x, change, name, m) @ W[:, 16 * n : 16 * n + 16]).reshape(
+    T, 2, 8
+  )
   k, v, r, gate = (read(name, n) for n, name in enumerate(("k", "v", "r", "gate")))
-  w = np.exp(-np.exp(low_rank(layer.decay, shifted(layer, x, change, "w", m), np.tanh))).reshape(T, 2, 8)
+  w = np.exp(-np.exp(low_rank(layer.decay, shifted(layer, x, change, "w", m), np.tanh))).reshape(
+    T, 2, 8
+  )
   u, o = np.asarray(layer.bonus), np.zeros_like(v)
   for h in range(2):
     S = np.zeros((8, 8))
@@ -326,9 +355,13 @@ def rwkv6(layer, x):
 def rwkv7(layer, x):
   change = np.concatenate([np.zeros((1, D)), x[:-1]]) - x
   W = np.asarray(layer.in_proj.kernel)
-  read = lambda name, n: (shifted(layer, x, change, name) @ W[:, 16 * n : 16 * n + 16]).reshape(T, 2, 8)
+  read = lambda name, n: (shifted(layer, x, change, name) @ W[:, 16 * n : 16 * n + 16]).reshape(
+    T, 2, 8
+  )
   r, k, v = (read(name, n) for n, name in enumerate("rkv"))
-  w = np.exp(-0.606531 * sigmoid(low_rank(layer.decay, shifted(layer, x, change, "w"), np.tanh))).reshape(T, 2, 8)
+  w = np.exp(
+    -0.606531 * sigmoid(low_rank(layer.decay, shifted(layer, x, change, "w"), np.tanh))
+  ).reshape(T, 2, 8)
   a = sigmoid(low_rank(layer.iclr, shifted(layer, x, change, "iclr"))).reshape(T, 2, 8)
   kappa = l2(k * np.asarray(layer.removal))
   k = k * (1 + (a - 1) * np.asarray(layer.replacement))
@@ -340,14 +373,18 @@ def rwkv7(layer, x):
       S = w[t, h][:, None] * S + np.outer(kappa[t, h] * a[t, h], old) + np.outer(k[t, h], v[t, h])
       o[t, h] = S.T @ r[t, h]
   own = (r * k * np.asarray(layer.own)).sum(-1, keepdims=True) * v
-  gate = sigmoid(shifted(layer, x, change, "gate") @ np.asarray(layer.gate_down.kernel)) @ np.asarray(
-    layer.gate_up.kernel
-  )
+  gate = sigmoid(
+    shifted(layer, x, change, "gate") @ np.asarray(layer.gate_down.kernel)
+  ) @ np.asarray(layer.gate_up.kernel)
   return (head_norm(layer, o) + own) * gate.reshape(T, 2, 8)
 
 
 def delta_product(layer, x):
-  p = parts(layer, x, [("q", 2, 8), ("k", 2, 2, 8), ("v", 2, 2, 8), ("beta", 2, 2), ("a", 2), ("gate", 2, 8)])
+  p = parts(
+    layer,
+    x,
+    [("q", 2, 8), ("k", 2, 2, 8), ("v", 2, 2, 8), ("beta", 2, 2), ("a", 2), ("gate", 2, 8)],
+  )
   decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
   q, k, beta, o = l2(p["q"]), l2(p["k"]), 2 * sigmoid(p["beta"]), np.zeros((T, 2, 8))
   for h in range(2):
@@ -362,11 +399,27 @@ def delta_product(layer, x):
 
 def gated_deltanet2(layer, x):
   p = parts(
-    layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("erase", 2, 8), ("write", 2, 8), ("f", 3), ("gate", 2, 8)]
+    layer,
+    x,
+    [
+      ("q", 2, 8),
+      ("k", 2, 8),
+      ("v", 2, 8),
+      ("erase", 2, 8),
+      ("write", 2, 8),
+      ("f", 3),
+      ("gate", 2, 8),
+    ],
   )
   f = (p["f"] @ np.asarray(layer.decay_proj.kernel)).reshape(T, 2, 8) + np.asarray(layer.dt_bias)
   decay = np.exp(-np.exp(np.asarray(layer.A_log))[:, None] * softplus(f))
-  q, k, b, w, o = l2(p["q"]), l2(p["k"]), sigmoid(p["erase"]), sigmoid(p["write"]), np.zeros((T, 2, 8))
+  q, k, b, w, o = (
+    l2(p["q"]),
+    l2(p["k"]),
+    sigmoid(p["erase"]),
+    sigmoid(p["write"]),
+    np.zeros((T, 2, 8)),
+  )
   for h in range(2):
     S = np.zeros((8, 8))
     for t in range(T):
@@ -377,7 +430,9 @@ def gated_deltanet2(layer, x):
 
 
 def gated_oja(layer, x):
-  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("f", 3), ("gate", 2, 8)])
+  p = parts(
+    layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("f", 3), ("gate", 2, 8)]
+  )
   f = (p["f"] @ np.asarray(layer.decay_proj.kernel)).reshape(T, 2, 8) + np.asarray(layer.dt_bias)
   decay = np.exp(-np.exp(np.asarray(layer.A_log))[:, None] * softplus(f))
   v, beta, o = l2(p["v"]), sigmoid(p["beta"]), np.zeros((T, 2, 8))
@@ -391,7 +446,9 @@ def gated_oja(layer, x):
 
 
 def comba(layer, x):
-  p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("a", 2), ("gate", 2, 8)])
+  p = parts(
+    layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("a", 2), ("gate", 2, 8)]
+  )
   decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
   k, beta, o = l2(p["k"]), sigmoid(p["beta"]), np.zeros((T, 2, 8))
   feedback = sigmoid(np.asarray(layer.d))[:, None] * k
@@ -407,7 +464,10 @@ def comba(layer, x):
 
 def mlstm(layer, x):
   p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("i", 2), ("f", 2), ("gate", 2, 8)])
-  i, f = np.exp(p["i"] + np.asarray(layer.input_bias)), sigmoid(p["f"] + np.asarray(layer.forget_bias))
+  i, f = (
+    np.exp(p["i"] + np.asarray(layer.input_bias)),
+    sigmoid(p["f"] + np.asarray(layer.forget_bias)),
+  )
   o = np.zeros((T, 2, 8))
   for h in range(2):
     C, n = np.zeros((8, 8)), np.zeros(8)
@@ -423,7 +483,9 @@ EQUATIONS = {
   "SoftmaxAttention-all": softmax_attention,
   "SoftmaxAttention-window": windowed_attention,
   "LinearAttention": kernel_attention(lambda q, k: elu1(q) @ elu1(k), 8, 8),
-  "LinearAttention-exp": kernel_attention(lambda q, k: np.exp(q / np.sqrt(8)) @ np.exp(k / np.sqrt(8)), 8, 8),
+  "LinearAttention-exp": kernel_attention(
+    lambda q, k: np.exp(q / np.sqrt(8)) @ np.exp(k / np.sqrt(8)), 8, 8
+  ),
   "LinearAttention-taylor2": kernel_attention(lambda q, k: taylor(q @ k / np.sqrt(4)), 4, 8),
   "LinearAttention-sum": unnormalized,
   "Performer": performer,
@@ -465,14 +527,18 @@ def test_equation(name):
   layer = nnx.merge(graph, params)
   want = EQUATIONS[name](layer, x).reshape(T, -1) @ np.asarray(layer.out_proj.kernel)
   got, _ = quick_jit(lambda params, x: nnx.merge(graph, params)(x[None]))(params, x)
-  assert relative_rms(got[0], want) <= 1e2 * BUDGET["float64"]["value"]  # NumPy's sums are in another order
+  assert (
+    relative_rms(got[0], want) <= 1e2 * BUDGET["float64"]["value"]
+  )  # NumPy's sums are in another order
   assert set(EQUATIONS) <= set(ROWS)
 
 
 @pytest.mark.usefixtures("x64")
 def test_exp_features_do_not_overflow():
   """Keys of about 1000: exp of them is infinite, but not their ratios."""
-  make = functools.partial(L.LinearAttention, D, 1, 4, feature_map="exp", impl="recurrent", param_dtype=jnp.float64)
+  make = functools.partial(
+    L.LinearAttention, D, 1, 4, feature_map="exp", impl="recurrent", param_dtype=jnp.float64
+  )
   graph, params = abstract(Case("exp", make))
   params = values(params)
   layer = nnx.merge(graph, params)

@@ -22,14 +22,18 @@ from lajax.pallas import launch
 ORACLE = pathlib.Path(__file__).parent / "oracle" / "ops"
 SOME = ("SoftmaxAttention", "Mamba2", "GatedDeltaNet")
 each_class = pytest.mark.parametrize(
-  "case", [pytest.param(case, id=case.name, marks=() if case.plain else pytest.mark.slow) for case in EACH]
+  "case",
+  [pytest.param(case, id=case.name, marks=() if case.plain else pytest.mark.slow) for case in EACH],
 )
 every_layer = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 
 
 def oracle(name: str) -> dict:
   with np.load(ORACLE / f"{name}.npz") as file:
-    return {key: file[key].astype(np.float64) if file[key].dtype.kind == "f" else file[key] for key in file}
+    return {
+      key: file[key].astype(np.float64) if file[key].dtype.kind == "f" else file[key]
+      for key in file
+    }
 
 
 def agrees_with_oracle(name: str, f):
@@ -46,7 +50,9 @@ def agrees_with_oracle(name: str, f):
   for key, value in out.items():
     assert relative_rms(value, data[f"out_{key}"]) <= BUDGET["float64"]["value"], key
   for key, value in grads.items():
-    assert relative_rms(value, data[f"grad_{key}"]) <= BUDGET["float64"]["gate"], f"gradient of {key}"
+    assert relative_rms(value, data[f"grad_{key}"]) <= BUDGET["float64"]["gate"], (
+      f"gradient of {key}"
+    )
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -60,7 +66,12 @@ def test_short_conv(name):
   def f(i):
     width = i["weight"].shape[1]
     layer = L.ShortConv(
-      6, width, use_bias="bias" in i, activation=activation, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+      6,
+      width,
+      use_bias="bias" in i,
+      activation=activation,
+      param_dtype=jnp.float64,
+      rngs=nnx.Rngs(0),
     )
     layer.weight[...] = i["weight"]
     if "bias" in i:
@@ -70,7 +81,10 @@ def test_short_conv(name):
     o, state = layer(i["x"], layer.init_state(2)._replace(conv=tail))
     # The file keeps W inputs, of which the next call reads W - 1: the oldest comes from what went in.
     oldest = jnp.concatenate([tail, i["x"]], axis=1)[:, -width]
-    return {"o": o, "cache": jnp.moveaxis(jnp.concatenate([oldest[:, None], state.conv], axis=1), 1, 2)}
+    return {
+      "o": o,
+      "cache": jnp.moveaxis(jnp.concatenate([oldest[:, None], state.conv], axis=1), 1, 2),
+    }
 
   agrees_with_oracle(f"short_conv__{name}", f)
 
@@ -93,10 +107,14 @@ def test_l2_normalize():
 
 @pytest.mark.usefixtures("x64")
 def test_softplus_decay():
-  agrees_with_oracle("gdn_gate__basic", lambda i: {"y": parameters.softplus_decay(i["g"], i["A_log"], i["dt_bias"])})
+  agrees_with_oracle(
+    "gdn_gate__basic", lambda i: {"y": parameters.softplus_decay(i["g"], i["A_log"], i["dt_bias"])}
+  )
   by_channel = lambda i: (i["g"], i["A_log"][:, None], i["dt_bias"].reshape(3, 8))
   agrees_with_oracle("kda_gate__basic", lambda i: {"y": parameters.softplus_decay(*by_channel(i))})
-  agrees_with_oracle("kda_lowerbound_gate__basic", lambda i: {"y": parameters.bounded_decay(*by_channel(i), -5.0)})
+  agrees_with_oracle(
+    "kda_lowerbound_gate__basic", lambda i: {"y": parameters.bounded_decay(*by_channel(i), -5.0)}
+  )
 
 
 @pytest.mark.usefixtures("x64")
@@ -143,7 +161,9 @@ def test_documents_follow_the_state():
   state = LayerState(None, None, jnp.array([-1, 5, 5, 5]), jnp.array([3, 3, 3, 3]))
   ids = jnp.array([[5, 5, -1, 5, 7], [-1, 5, 7, 7, 5], [7, -1, -1, 7, 5], [-1, -1, -1, -1, -1]])
   d = quick_jit(lambda state, ids: follow(state, ids.shape, ids))(state, ids)
-  np.testing.assert_array_equal(d.ids, [[0, 0, -1, 0, 1], [-1, 0, 1, 1, 2], [1, -1, -1, 1, 2], [-1] * 5])
+  np.testing.assert_array_equal(
+    d.ids, [[0, 0, -1, 0, 1], [-1, 0, 1, 1, 2], [1, -1, -1, 1, 2], [-1] * 5]
+  )
   np.testing.assert_array_equal(
     np.where(ids < 0, 0, d.position), [[3, 4, 0, 5, 0], [0, 3, 0, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
   )
@@ -157,7 +177,9 @@ def test_documents_follow_the_state():
 
 
 same = lambda call: call
-rows = lambda call: jax.vmap(lambda p, row: (jax.checkpoint(call)(p, row[None])[0][0], None), in_axes=(None, 0))
+rows = lambda call: jax.vmap(
+  lambda p, row: (jax.checkpoint(call)(p, row[None])[0][0], None), in_axes=(None, 0)
+)
 
 
 def tokens(length, dtype):
@@ -176,7 +198,9 @@ def results(case, dtype, transform=same):
   """The output, the state's memory and the parameters' gradients of a loss: of a plain case in the form that users run, over
   two chunks; of the others in the form that compiles fastest."""
   call, params = drawn(case if case.plain else case.in_form("recurrent"), dtype)
-  call = transform(lambda p, x, call=call: (lambda y, state: (y, getattr(state, "memory", None)))(*call(p, x)))
+  call = transform(
+    lambda p, x, call=call: (lambda y, state: (y, getattr(state, "memory", None)))(*call(p, x))
+  )
 
   def loss(params, x):
     y, memory = call(params, x)
@@ -188,7 +212,11 @@ def results(case, dtype, transform=same):
 
 
 @pytest.mark.parametrize(
-  "case", [pytest.param(case, id=case.name, marks=() if case.name in SOME else pytest.mark.slow) for case in EACH]
+  "case",
+  [
+    pytest.param(case, id=case.name, marks=() if case.name in SOME else pytest.mark.slow)
+    for case in EACH
+  ],
 )
 def test_bfloat16(case):
   """In the recurrent form, of nine tokens."""
@@ -211,8 +239,12 @@ def test_bfloat16(case):
 @each_class
 def test_transformations(case):
   """grad under jit, with remat under a vmap over the batch the same; no gradient is zero or infinite, in bfloat16 neither."""
-  want, got, half = (results(case, *how)[2] for how in (("float32",), ("float32", rows), ("bfloat16",)))
-  for (path, g), h, b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), jax.tree.leaves(half), strict=True):
+  want, got, half = (
+    results(case, *how)[2] for how in (("float32",), ("float32", rows), ("bfloat16",))
+  )
+  for (path, g), h, b in zip(
+    jax.tree.leaves_with_path(want), jax.tree.leaves(got), jax.tree.leaves(half), strict=True
+  ):
     constant = path[0].key == "projection"  # of random features
     assert constant or np.any(g), path
     assert constant or np.any(b), path
@@ -249,7 +281,9 @@ def test_an_empty_batch(case, kernels, monkeypatch):
 
 
 def test_every_layer_is_in_the_table():
-  layers = {getattr(L, name) for name in L.__all__ if hasattr(getattr(L, name), "init_state")} - {L.Mixer}
+  layers = {getattr(L, name) for name in L.__all__ if hasattr(getattr(L, name), "init_state")} - {
+    L.Mixer
+  }
   assert layers == {case.layer.func for case in CASES}
 
 
@@ -257,7 +291,9 @@ def test_every_layer_is_in_the_table():
 def test_wrong_inputs(case):
   layer = nnx.eval_shape(case.make)
   x = jnp.ones((2, 3, D))
-  with pytest.raises(ValueError, match=rf"`x` must be \[B T D\] = \(2, 3, {D}\).*got \(2, 3, 5\): axis D differs"):
+  with pytest.raises(
+    ValueError, match=rf"`x` must be \[B T D\] = \(2, 3, {D}\).*got \(2, 3, 5\): axis D differs"
+  ):
     layer(jnp.ones((2, 3, 5)))
   with pytest.raises(ValueError, match=r"`x` must be \[B T D\]; got rank 2"):
     layer(jnp.ones((3, D)))
@@ -280,25 +316,55 @@ def test_wrong_inputs(case):
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda r: L.SoftmaxAttention(D, 2, 8, window=0, rngs=r), "`window` must be a whole number of at least 1.*got 0"),
-    (lambda r: L.SoftmaxAttention(D, 4, 8, num_kv_heads=3, rngs=r), "`num_kv_heads` must divide num_heads = 4; got 3"),
-    (lambda r: L.SoftmaxAttention(D, 2, 7, rope_theta=1e4, rngs=r), "`head_dim` must be even.*got 7"),
+    (
+      lambda r: L.SoftmaxAttention(D, 2, 8, window=0, rngs=r),
+      "`window` must be a whole number of at least 1.*got 0",
+    ),
+    (
+      lambda r: L.SoftmaxAttention(D, 4, 8, num_kv_heads=3, rngs=r),
+      "`num_kv_heads` must divide num_heads = 4; got 3",
+    ),
+    (
+      lambda r: L.SoftmaxAttention(D, 2, 7, rope_theta=1e4, rngs=r),
+      "`head_dim` must be even.*got 7",
+    ),
     (lambda r: L.SoftmaxAttention(D, 2, 8, rope_theta=0.5, rngs=r), "`rope_theta` must be above 1"),
     (
       lambda r: L.LinearAttention(D, 2, 8, feature_map="elu", rngs=r),
       "'elu\\+1', 'relu', 'exp', 'identity', 'taylor2'.*'elu'",
     ),
-    (lambda r: L.LinearAttention(D, 2, 8, feature_map=3, rngs=r), "`feature_map` must be one of.*got 3"),
+    (
+      lambda r: L.LinearAttention(D, 2, 8, feature_map=3, rngs=r),
+      "`feature_map` must be one of.*got 3",
+    ),
     (
       lambda r: L.GatedDeltaNet(D, 2, 8, num_v_heads=3, rngs=r),
       "`num_v_heads` must be a multiple of num_heads = 2; got 3",
     ),
-    (lambda r: L.GatedDeltaNet(D, 2, 5, expand_v=1.5, rngs=r), "`expand_v` times head_dim = 5 must be a whole number"),
-    (lambda r: L.GatedDeltaNet(D, 0, 8, rngs=r), "`num_heads` must be a whole number of at least 1.*got 0"),
-    (lambda r: L.GatedDeltaNet(D, 2, 8, impl="fast", rngs=r), "`impl` must be one of 'auto'.*got 'fast'"),
-    (lambda r: L.GatedDeltaNet(D, 2, 8, chunk_size=0, rngs=r), "`chunk_size` must be a whole number.*got 0"),
-    (lambda r: L.DeltaNet(D, 2, 8, conv_size=0, rngs=r), "`conv_size` must be a whole number.*got 0"),
-    (lambda r: L.Mamba2(D, 4, 8, num_groups=3, rngs=r), "`num_groups` must divide num_heads = 4; got 3"),
+    (
+      lambda r: L.GatedDeltaNet(D, 2, 5, expand_v=1.5, rngs=r),
+      "`expand_v` times head_dim = 5 must be a whole number",
+    ),
+    (
+      lambda r: L.GatedDeltaNet(D, 0, 8, rngs=r),
+      "`num_heads` must be a whole number of at least 1.*got 0",
+    ),
+    (
+      lambda r: L.GatedDeltaNet(D, 2, 8, impl="fast", rngs=r),
+      "`impl` must be one of 'auto'.*got 'fast'",
+    ),
+    (
+      lambda r: L.GatedDeltaNet(D, 2, 8, chunk_size=0, rngs=r),
+      "`chunk_size` must be a whole number.*got 0",
+    ),
+    (
+      lambda r: L.DeltaNet(D, 2, 8, conv_size=0, rngs=r),
+      "`conv_size` must be a whole number.*got 0",
+    ),
+    (
+      lambda r: L.Mamba2(D, 4, 8, num_groups=3, rngs=r),
+      "`num_groups` must divide num_heads = 4; got 3",
+    ),
     (
       lambda r: L.KimiDeltaAttention(D, 2, 8, lower_bound=5.0, rngs=r),
       "`lower_bound` must be a negative log decay.*got 5",
@@ -306,7 +372,10 @@ def test_wrong_inputs(case):
     (lambda r: L.GLA(D, 2, 8, gate_normalizer=0, rngs=r), "`gate_normalizer` must be positive"),
     (lambda r: L.RetNet(D, 2, 7, rngs=r), "`head_dim` must be even"),
     (lambda r: L.ShortConv(D, 0, rngs=r), "`width` must be a whole number.*got 0"),
-    (lambda r: L.ShortConv(D, activation="gelu", rngs=r), "`activation` must be 'silu' or None; got 'gelu'"),
+    (
+      lambda r: L.ShortConv(D, activation="gelu", rngs=r),
+      "`activation` must be 'silu' or None; got 'gelu'",
+    ),
   ],
 )
 def test_wrong_options(make, message):
@@ -320,7 +389,9 @@ def test_state_of_another_layer():
     (L.DeltaNet, r"`state.conv` must be \[B W-1 D\] = \(2, 3, 48\).*got \(2, 3, 24\)"),
     (L.GLA, r"`initial_state` must be \[B HV K V\] = \(2, 2, 8, 8\)"),
   ]:
-    (graph, params), other = (abstract(Case("", functools.partial(layer, D, 2, width))) for width in (8, 4))
+    (graph, params), other = (
+      abstract(Case("", functools.partial(layer, D, 2, width))) for width in (8, 4)
+    )
     state = nnx.merge(*other).init_state(2)
     with pytest.raises(ValueError, match=message):
       jax.eval_shape(lambda p, graph=graph, state=state: nnx.merge(graph, p)(x, state), params)
@@ -335,7 +406,8 @@ def test_full_cache():
   call = quick_jit(lambda x, s: layer(x, s))
   _, state = call(x, layer.init_state(2))
   with pytest.raises(
-    ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"
+    ValueError,
+    match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)",
   ):
     layer(x, state)
   y, _ = call(x, state)  # here the length cannot be seen
@@ -345,7 +417,9 @@ def test_full_cache():
 def test_cache_grows_by_choice_only():
   layer = L.SoftmaxAttention(D, 2, 8, max_length=4, rngs=nnx.Rngs(0))
   room = lambda state: state.memory[0].shape[1]
-  after = lambda layer: room(jax.eval_shape(lambda x: layer(x), jax.ShapeDtypeStruct((2, 6, D), jnp.float32))[1])
+  after = lambda layer: room(
+    jax.eval_shape(lambda x: layer(x), jax.ShapeDtypeStruct((2, 6, D), jnp.float32))[1]
+  )
   assert room(layer.init_state(2)) == 4
   assert room(layer.init_state(2, max_length=9)) == 9
   assert after(layer) == 6

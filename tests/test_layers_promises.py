@@ -21,7 +21,11 @@ def made(layer, *sizes, **options):
   """A layer of width D in float64, or another dtype, with values for its parameters, and its jitted call."""
   options = {"param_dtype": jnp.float64} | options
   graph, params = abstract(Case("", functools.partial(layer, D, *sizes, **options)))
-  return nnx.merge(graph, params), values(params), quick_jit(lambda p, x, state=None: nnx.merge(graph, p)(x, state))
+  return (
+    nnx.merge(graph, params),
+    values(params),
+    quick_jit(lambda p, x, state=None: nnx.merge(graph, p)(x, state)),
+  )
 
 
 def inputs(*shape):
@@ -36,9 +40,13 @@ def inputs(*shape):
 def test_mamba_ssm(name):
   def f(i):
     E, N = i["A_log"].shape
-    layer = nnx.eval_shape(lambda: L.Mamba(4, E, state_dim=N, param_dtype=jnp.float64, rngs=nnx.Rngs(0)))
+    layer = nnx.eval_shape(
+      lambda: L.Mamba(4, E, state_dim=N, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    )
     layer.A_log, layer.D = nnx.Param(i["A_log"]), nnx.Param(i["D"])
-    o, state = layer.ssm(i["x"], i["dt"], i["Bm"], i["Cm"], i.get("h0"), follow(None, i["x"].shape[:2], None))
+    o, state = layer.ssm(
+      i["x"], i["dt"], i["Bm"], i["Cm"], i.get("h0"), follow(None, i["x"].shape[:2], None)
+    )
     return {"o": o, "ht": state}
 
   agrees_with_oracle(f"mamba1__{name}", f)
@@ -68,7 +76,9 @@ def test_input_scale_near_a_of_one():
 def test_rglru_gradients_are_finite_where_nothing_decays():
   """Gates of zero: a = 1 exactly."""
   _, params, _ = made(L.RGLRU, 2, param_dtype=jnp.float32)
-  params["gates_bias"] = params["gates_bias"].replace(jnp.full_like(params["gates_bias"][...], -1e4))
+  params["gates_bias"] = params["gates_bias"].replace(
+    jnp.full_like(params["gates_bias"][...], -1e4)
+  )
   graph, _ = abstract(Case("", functools.partial(L.RGLRU, D, 2)))
   loss = lambda params, x: (nnx.merge(graph, params)(x)[0] ** 2).sum()
   gradients = quick_jit(jax.grad(loss, argnums=(0, 1)))(params, inputs(1, 5, D).astype(np.float32))
@@ -79,7 +89,10 @@ def test_rglru_gradients_are_finite_where_nothing_decays():
 def test_rglru_begins_with_the_whole_first_token():
   layer, params, call = made(L.RGLRU, 4)
   x = inputs(2, 3, D)
-  i = x[:, 0].reshape(2, 4, 1, 4) @ np.asarray(params["gates"])[..., 4:] + np.asarray(params["gates_bias"])[:, None, 4:]
+  i = (
+    x[:, 0].reshape(2, 4, 1, 4) @ np.asarray(params["gates"])[..., 4:]
+    + np.asarray(params["gates_bias"])[:, None, 4:]
+  )
   want = x[:, 0] / (1 + np.exp(-i.reshape(2, D)))
   y, state = call(params, x)
   np.testing.assert_allclose(y[:, 0], want, rtol=1e-12)
@@ -112,7 +125,9 @@ def test_griffin_with_biases_is_one_of_a_wider_input():
   state["in_proj"]["kernel"] = state["in_proj"]["kernel"].replace(kernel)
   out = np.pad(params["out_proj"]["kernel"][...], ((0, 0), (0, 1)))
   state["out_proj"]["kernel"] = state["out_proj"]["kernel"].replace(out)
-  want, _ = quick_jit(lambda p, x: nnx.merge(graph, p)(x))(state, np.concatenate([x, np.ones((1, 6, 1))], axis=-1))
+  want, _ = quick_jit(lambda p, x: nnx.merge(graph, p)(x))(
+    state, np.concatenate([x, np.ones((1, 6, 1))], axis=-1)
+  )
   assert relative_rms(y, want[..., :D] + np.asarray(params["out_proj"]["bias"])) < 1e-12
 
 
@@ -141,7 +156,9 @@ def test_forgetting_reads_alike_with_and_without_a_cache():
 
 
 def test_forgetting_keeps_its_gates_in_float32():
-  layer = nnx.eval_shape(lambda: L.ForgettingAttention(D, 2, 8, max_length=5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+  layer = nnx.eval_shape(
+    lambda: L.ForgettingAttention(D, 2, 8, max_length=5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  )
   _, state = jax.eval_shape(lambda: (0, layer.init_state(1)))
   assert [s.dtype for s in state.memory] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
   assert [s.shape for s in state.memory] == [(1, 5, 2, 8), (1, 5, 2, 8), (1, 5, 2, 1)]
@@ -155,7 +172,9 @@ SIZES = dict(kv_rank=16, rope_dim=4, value_dim=7)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("rope_theta", [pytest.param(None, marks=pytest.mark.slow), 100.0])
 def test_mla_absorbed_equals_expanded(rope_theta):
-  layer, params, call = made(L.MLA, 3, 8, **SIZES, max_length=12, rope_theta=rope_theta, impl="recurrent")
+  layer, params, call = made(
+    L.MLA, 3, 8, **SIZES, max_length=12, rope_theta=rope_theta, impl="recurrent"
+  )
   x, dy = inputs(2, 2, 10, D)
   state = layer.init_state(2)
   call = call.__wrapped__
@@ -165,7 +184,9 @@ def test_mla_absorbed_equals_expanded(rope_theta):
     y, pull = jax.vjp(lambda p, x: call(p, x, state)[0], params, x)
     return y, pull(dy)
 
-  (absorbed, *gradients), (expanded, *others) = (jax.tree.leaves(run(params, x, s)) for s in (state, None))
+  (absorbed, *gradients), (expanded, *others) = (
+    jax.tree.leaves(run(params, x, s)) for s in (state, None)
+  )
   assert relative_rms(absorbed, expanded) < BUDGET["float64"]["value"]
   for got, want in zip(gradients, others, strict=True):
     assert relative_rms(got, want) < BUDGET["float64"]["gradient"]
@@ -180,14 +201,18 @@ def test_mla_cache_is_the_latent_and_decode_makes_no_keys_of_a_head():
   decode = lambda p, x, state: nnx.merge(graph, p)(x, state)
   jaxpr = jax.make_jaxpr(decode)(params, jax.ShapeDtypeStruct((1, 1, D), jnp.float32), state)
   assert largest(jaxpr.jaxpr) < S * H * 7  # 7 < K: the width of a value
-  whole = jax.make_jaxpr(lambda p, x: nnx.merge(graph, p)(x))(params, jax.ShapeDtypeStruct((1, S, D), jnp.float32))
+  whole = jax.make_jaxpr(lambda p, x: nnx.merge(graph, p)(x))(
+    params, jax.ShapeDtypeStruct((1, S, D), jnp.float32)
+  )
   assert largest(whole.jaxpr) >= S * H * (7 + K)
 
 
 def largest(jaxpr) -> int:
   """The size of the largest array in a program."""
   sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars]
-  return max(sizes + [largest(inner) for eqn in jaxpr.eqns for inner in programs_inside(eqn)], default=0)
+  return max(
+    sizes + [largest(inner) for eqn in jaxpr.eqns for inner in programs_inside(eqn)], default=0
+  )
 
 
 def test_mla_defaults():
@@ -205,7 +230,8 @@ def test_full_cache(layer):
   call = quick_jit(lambda x, s: layer(x, s))
   _, state = call(x, layer.init_state(2))
   with pytest.raises(
-    ValueError, match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)"
+    ValueError,
+    match=r"cache of 4 tokens is full: a document would have 6.*init_state\(batch, max_length=6\)",
   ):
     layer(x, state)
   np.testing.assert_array_equal(np.isnan(call(x, state)[0]).any(axis=-1), [[False, True, True]] * 2)
@@ -216,7 +242,10 @@ def test_full_cache(layer):
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda r: L.Mamba(D, state_dim=0, rngs=r), "`state_dim` must be a whole number of at least 1.*got 0"),
+    (
+      lambda r: L.Mamba(D, state_dim=0, rngs=r),
+      "`state_dim` must be a whole number of at least 1.*got 0",
+    ),
     (lambda r: L.RGLRU(D, 3, rngs=r), "`num_blocks` must divide channels = 16; got 3"),
     (lambda r: L.GriffinBlock(D, 12, 5, rngs=r), "`num_blocks` must divide channels = 12; got 5"),
     (

@@ -39,7 +39,10 @@ KEYS = "task mixer seed learning_rate accuracy all_correct steps rows_per_second
 @functools.cache
 @nnx.jit
 def small_model() -> RecallModel:
-  layers = [functools.partial(GatedShortConv, 16), functools.partial(L.LinearAttention, 16, num_heads=2, head_dim=8)]
+  layers = [
+    functools.partial(GatedShortConv, 16),
+    functools.partial(L.LinearAttention, 16, num_heads=2, head_dim=8),
+  ]
   return RecallModel(32, 16, layers, rngs=nnx.Rngs(0))
 
 
@@ -110,12 +113,18 @@ def refusal(arguments: str, capsys) -> str:
     ("--preset", "--preset"),
     ("--length 32 64 128 --pairs 4 8", "--length has 3, --pairs has 2"),
     ("--key-width 0", "--key-width must be None or at least 1"),
-    ("--d-model 63 --num-heads 2", "--d-model must be a positive multiple of --num-heads 2; got 63"),
+    (
+      "--d-model 63 --num-heads 2",
+      "--d-model must be a positive multiple of --num-heads 2; got 63",
+    ),
     ("--steps 0", "--batch and --steps must be at least 1"),
     ("--seeds 0", "--seeds must be at least 1"),
     ("--learning-rates 1e-3 -1", "--learning-rates must be positive; got -1"),
     ("--pairs 4 8 --mixture --batch 32 64", "give one --batch"),
-    ("--pairs 4 8 --mixture --shares 1 2 3", "--shares needs one positive number for each of the 2"),
+    (
+      "--pairs 4 8 --mixture --shares 1 2 3",
+      "--shares needs one positive number for each of the 2",
+    ),
     ("--test-pairs 32", "4 * 32 > 64"),
   ],
 )
@@ -132,7 +141,9 @@ def test_a_device_that_is_not_there_gets_one_line(capsys):
 
 def test_default_is_the_row_that_must_come_out():
   runs = experiment.plan(experiment.parse([]))
-  assert [(run.mixer, run.seed) for run in runs] == [(mixer, seed) for mixer in DEFAULT_MIXERS for seed in range(3)]
+  assert [(run.mixer, run.seed) for run in runs] == [
+    (mixer, seed) for mixer in DEFAULT_MIXERS for seed in range(3)
+  ]
   assert {(r.vocab_size, r.train_rows, r.test_rows, r.d_model, r.key_width) for r in runs} == {
     (64, ((64, 8),), ((64, 8),), 64, 16)
   }
@@ -141,7 +152,9 @@ def test_default_is_the_row_that_must_come_out():
 
 
 def test_flags_override_a_preset_and_go_together():
-  config = experiment.parse(["--preset", "zoology-fig2", "--mixers", "all", "--d-model", "64", "--seeds", "2"])
+  config = experiment.parse(
+    ["--preset", "zoology-fig2", "--mixers", "all", "--d-model", "64", "--seeds", "2"]
+  )
   runs = experiment.plan(config)
   assert {run.mixer for run in runs} == set(MIXERS)
   assert {(run.train_rows[0], run.batch, run.steps) for run in runs} == {
@@ -163,7 +176,9 @@ def test_preset_of_based_is_its_mixture():
   assert {run.test_rows for run in runs} == {
     ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256))
   }
-  assert {(run.shares, run.batch, run.filler) for run in runs} == {((1e5, 2e4, 2e4, 2e4, 2e4), 256, "noise")}
+  assert {(run.shares, run.batch, run.filler) for run in runs} == {
+    ((1e5, 2e4, 2e4, 2e4, 2e4), 256, "noise")
+  }
   assert {run.learning_rate for run in runs} == {1e-3, 3.16e-3, 1e-2, 3.16e-2}
   assert {run.d_model for run in runs} == {64, 128, 256}
 
@@ -207,12 +222,20 @@ def test_state_is_measured_whole(mixer):
   """Hand counts: float32 arrays of one row, and per layer the two int32 of its place in the document."""
   conv = 4 * 2 * 64
   memory = 4 * 16 * 64
-  own = dict.fromkeys(MIXERS, memory + 4 * 3 * (16 + 16 + 64))  # the cache of the convolution on q, k, v
+  own = dict.fromkeys(
+    MIXERS, memory + 4 * 3 * (16 + 16 + 64)
+  )  # the cache of the convolution on q, k, v
   own["softmax"] = own["mla"] = 4 * 2 * 16 * 16  # keys and values, or latents, of all 16 positions
   own["forgetting"] = 4 * (2 * 16 + 1) * 16
   own["mamba"], own["griffin"] = memory + 4 * 3 * 64, 4 * 64 + 4 * 3 * 64
   own["linear"] += 4 * 16
-  for name, F in {"performer": 64, "cosformer": 32, "based": 273, "rebased": 136, "hedgehog": 32}.items():
+  for name, F in {
+    "performer": 64,
+    "cosformer": 32,
+    "based": 273,
+    "rebased": 136,
+    "hedgehog": 32,
+  }.items():
     own[name] += 4 * (F * (64 + 1) - 16 * 64)
   own["performer"] += 4  # the largest key so far
   own["hgrn"] = 4 * 64 + 4 * 3 * (64 + 64)
@@ -228,10 +251,20 @@ def fake_line(**change) -> dict:
   rate, accuracy = change.pop("learning_rate", 1e-2), change.pop("accuracy", 0.5)
   run = small_run(learning_rate=rate, **change)
   metrics = dict(
-    accuracy=accuracy, all_correct=accuracy / 2, accuracy_by_rows={"L16 K2": accuracy}, steps=4, steps_to_99=None,
-    stopped_early=False, loss=1.0, seconds=1.0, rows_per_second=16.0, rows_per_cpu_second=8.0, compile_seconds=1.0,
-    curve=[[2, accuracy / 2, 2.0], [4, accuracy, 1.0]], **measure(run),
-  )  # fmt: skip
+    accuracy=accuracy,
+    all_correct=accuracy / 2,
+    accuracy_by_rows={"L16 K2": accuracy},
+    steps=4,
+    steps_to_99=None,
+    stopped_early=False,
+    loss=1.0,
+    seconds=1.0,
+    rows_per_second=16.0,
+    rows_per_cpu_second=8.0,
+    compile_seconds=1.0,
+    curve=[[2, accuracy / 2, 2.0], [4, accuracy, 1.0]],
+    **measure(run),
+  )
   return line_of(run, metrics)
 
 
@@ -271,15 +304,26 @@ def test_report_marks_the_best_rate_and_gives_the_spread(tmp_path):
   ]
   drawn = recall_report.styles([{"mixer": mixer} for mixer in reversed(MIXERS)]).values()
   assert len({tuple(style.items()) for style in drawn}) == len(MIXERS)  # no two look alike
-  assert len({style["color"] for style in recall_report.styles([{"mixer": m} for m in DEFAULT_MIXERS]).values()}) == 7
+  assert (
+    len(
+      {
+        style["color"]
+        for style in recall_report.styles([{"mixer": m} for m in DEFAULT_MIXERS]).values()
+      }
+    )
+    == 7
+  )
   recall_report.accuracy_over_steps(lines, tmp_path / "steps.png")
   recall_report.accuracy_against_state(lines, tmp_path / "state.png", PRESETS["based-fig2"])
-  assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("steps.png", "state.png"))
+  assert all(
+    (tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("steps.png", "state.png")
+  )
 
 
 def test_published_figures_stand_beside_ours():
   lines = [
-    fake_line(mixer="gla", d_model=width, train_rows=((512, 64),), test_rows=((512, 64),)) for width in (64, 128)
+    fake_line(mixer="gla", d_model=width, train_rows=((512, 64),), test_rows=((512, 64),))
+    for width in (64, 128)
   ]
   texts = recall_report.published_texts(lines, PRESETS["zoology-fig2"])
   assert list(texts.values()) == [".22", ".95"]
@@ -315,14 +359,30 @@ def test_the_command_trains_writes_draws_and_resumes(tmp_path):
     *["--mixers", "softmax", "--steps", "6", "--eval-every", "3"],
   ]
   command += [
-    *["--eval-rows", "16", "--batch", "16", "--seeds", "2", "--learning-rates", "1e-3", "1e-2", "--out"],
+    *[
+      "--eval-rows",
+      "16",
+      "--batch",
+      "16",
+      "--seeds",
+      "2",
+      "--learning-rates",
+      "1e-3",
+      "1e-2",
+      "--out",
+    ],
     str(tmp_path),
   ]
   first = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
   assert first.stderr == ""
   assert "Accuracy by learning rate" in first.stdout
   lines = read(tmp_path / "results.jsonl")
-  assert [(line["learning_rate"], line["seed"]) for line in lines] == [(1e-3, 0), (1e-3, 1), (1e-2, 0), (1e-2, 1)]
+  assert [(line["learning_rate"], line["seed"]) for line in lines] == [
+    (1e-3, 0),
+    (1e-3, 1),
+    (1e-2, 0),
+    (1e-2, 1),
+  ]
   assert all(set(KEYS.split()) <= set(line) for line in lines)
   assert (tmp_path / "accuracy_over_steps.png").exists()
   assert (tmp_path / "accuracy_against_state.png").exists()
@@ -381,6 +441,8 @@ def test_the_delta_rule_recalls_where_elu_does_not():
   for run in experiment.plan(
     experiment.parse(["--mixers", "linear", "gated_deltanet", "--seeds", "1", "--steps", "200"])
   ):
-    accuracy[run.mixer] = Program(run).train(run.seed, run.learning_rate, lambda *_: None)["accuracy"]
+    accuracy[run.mixer] = Program(run).train(run.seed, run.learning_rate, lambda *_: None)[
+      "accuracy"
+    ]
   assert accuracy["linear"] < 0.85
   assert accuracy["gated_deltanet"] >= 0.99

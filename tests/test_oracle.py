@@ -29,7 +29,9 @@ class Adapter:
   """A method as a call of an op: its arguments from the file's inputs, and its output from the op's."""
 
   case: str
-  arguments: Callable | None = None  # (inputs, constants) -> arguments; None: the inputs as they are
+  arguments: Callable | None = (
+    None  # (inputs, constants) -> arguments; None: the inputs as they are
+  )
   output: Callable | None = None  # (inputs, o) -> output; None: o
 
 
@@ -64,13 +66,23 @@ def _mamba1(x, attr):
 
 def _comba(x, attr):
   beta = x["beta"][..., None]
-  return {"q": x["q"], "k": x["k"], "v": beta * x["v"], "a": x["p"], "b": -beta * x["k"], "g": x["g"]}
+  return {
+    "q": x["q"],
+    "k": x["k"],
+    "v": beta * x["v"],
+    "a": x["p"],
+    "b": -beta * x["k"],
+    "g": x["g"],
+  }
 
 
 def _in_steps(x, attr):
   """Rows of the R corrections of a token, one behind the other."""
   R = x["beta"].shape[1] // x["q"].shape[1]
-  return x | {name: x[name].reshape(x[name].shape[0], -1, R, *x[name].shape[2:]) for name in ("k", "v", "beta")}
+  return x | {
+    name: x[name].reshape(x[name].shape[0], -1, R, *x[name].shape[2:])
+    for name in ("k", "v", "beta")
+  }
 
 
 ADAPTERS = {
@@ -79,12 +91,16 @@ ADAPTERS = {
   "retention": Adapter("linear_attention-head", _constant_decay),
   "lightning_attn": Adapter("linear_attention-head", _constant_decay),
   "simple_gla": Adapter("linear_attention-head"),
-  "mamba2_ssd": Adapter("linear_attention-head", _mamba2, lambda x, o: o + x["D"][:, None] * x["x"]),
+  "mamba2_ssd": Adapter(
+    "linear_attention-head", _mamba2, lambda x, o: o + x["D"][:, None] * x["x"]
+  ),
   "gla": Adapter("linear_attention-channel"),
   "hgrn2": Adapter("linear_attention-channel", _hgrn2),
   "hgrn": Adapter("linear_recurrence-vector", _rename(g="log_a")),
   "mamba1": Adapter(
-    "linear_recurrence-matrix", _mamba1, lambda x, h: (h * x["Cm"][:, :, None]).sum(-1) + x["D"] * x["x"]
+    "linear_recurrence-matrix",
+    _mamba1,
+    lambda x, h: (h * x["Cm"][:, :, None]).sum(-1) + x["D"] * x["x"],
   ),
   "delta_rule": Adapter("delta_rule-none"),
   "gated_delta_rule": Adapter("delta_rule-head"),
@@ -104,7 +120,9 @@ ADAPTERS = {
   "forgetting_attn": Adapter("attention-forget", _rename(g="log_forget")),
 }
 FOLDER = pathlib.Path(__file__).parent / "oracle" / "ops"
-FILES = {path.stem: path for path in sorted(FOLDER.glob("*.npz")) if path.stem.split("__")[0] in ADAPTERS}
+FILES = {
+  path.stem: path for path in sorted(FOLDER.glob("*.npz")) if path.stem.split("__")[0] in ADAPTERS
+}
 STATES = {"h0": "ht", "z0": "zt"}
 
 
@@ -173,11 +191,15 @@ class Stacked:
 
   def timed(self, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     cut = [x[p.entry, p.tokens] for p in self.rows]
-    return self.stack([c[heads_of(c, 1, p, self.heads)] for c, p in zip(cut, self.rows, strict=True)], shape)
+    return self.stack(
+      [c[heads_of(c, 1, p, self.heads)] for c, p in zip(cut, self.rows, strict=True)], shape
+    )
 
   def state(self, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     cut = [x[p.sequence] for p in self.rows]
-    return self.stack([c[heads_of(c, 0, p, self.heads)] for c, p in zip(cut, self.rows, strict=True)], shape)
+    return self.stack(
+      [c[heads_of(c, 0, p, self.heads)] for c, p in zip(cut, self.rows, strict=True)], shape
+    )
 
   @staticmethod
   def shared(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -241,7 +263,9 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
 
   constants = {k: x for k, x in file["attr"].items() if x.dtype.kind == "f"}
   arguments, pull_arguments = vjp(adapter.arguments, values, fixed=(constants,))
-  if "q" in arguments:  # the op will multiply by width^-1/2, where the method has a scale of its own
+  if (
+    "q" in arguments
+  ):  # the op will multiply by width^-1/2, where the method has a scale of its own
     width = cases.Shape().K if stacked else arguments["q"].shape[-1]
     factor = file["attr"]["scale"] * width**0.5
     arguments = arguments | {"q": arguments["q"] * factor}
@@ -270,9 +294,13 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
     state_cts = ()
     if states:
       like = [shape(x) for x in jax.tree.leaves(base["initial_state"])]
-      first = [file["in"].get(k, np.zeros_like(out)) for k, out in zip(states, out_states, strict=True)]
+      first = [
+        file["in"].get(k, np.zeros_like(out)) for k, out in zip(states, out_states, strict=True)
+      ]
       rows["initial_state"] = one([form.state(x, s) for x, s in zip(first, like, strict=True)])
-      state_cts = one([form.state(file["ct"][STATES[k]], s) for k, s in zip(states, like, strict=True)])
+      state_cts = one(
+        [form.state(file["ct"][STATES[k]], s) for k, s in zip(states, like, strict=True)]
+      )
     cts = form.timed(o_ct, case.output(base)[1:]), state_cts
     got = cases.evaluate(case, impl, dtype, rows, form.ids, cts)
     form.put_timed(o, got.o)
@@ -292,14 +320,20 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
   found = {"out o": y} | {f"grad {k}": through[k] + direct[k] for k in values}
   found |= {f"out {STATES[k]}": x for k, x in zip(states, out_states, strict=True)}
   if "g" in gradients and "A_log" in values:
-    found["size A_log"] = np.sqrt(np.mean(np.sum((arguments["g"] * gradients["g"]) ** 2, axis=(0, 1))))
-  return found | {f"grad {k}": x for k, x in zip(states, state_gradients, strict=True) if k in file["in"]}
+    found["size A_log"] = np.sqrt(
+      np.mean(np.sum((arguments["g"] * gradients["g"]) ** 2, axis=(0, 1)))
+    )
+  return found | {
+    f"grad {k}": x for k, x in zip(states, state_gradients, strict=True) if k in file["in"]
+  }
 
 
 def check(name: str, impl: str, dtype: str, stacked: bool):
   file, case = load(name), CASES[ADAPTERS[name.split("__")[0]].case]
   found = run(name, impl, dtype, stacked)
-  wanted = {f"out {k}": x for k, x in file["out"].items()} | {f"grad {k}": x for k, x in file["grad"].items()}
+  wanted = {f"out {k}": x for k, x in file["out"].items()} | {
+    f"grad {k}": x for k, x in file["grad"].items()
+  }
   # A parameter of all tokens: its gradient is a sum of terms g dg that may cancel (mamba2_ssd__T17: of 18 and 36 to 0.11 and
   # 1.3). It is measured against the error that the budget of dg allows, one of each term: the root of the sum of squares.
   floors = {f"grad {key.split()[1]}": found.pop(key) for key in [*found] if key.startswith("size")}
@@ -308,7 +342,11 @@ def check(name: str, impl: str, dtype: str, stacked: bool):
   for key, want in wanted.items():
     part, k = key.split()
     kind = "value" if part == "out" else "gate" if k in GATES else "gradient"
-    floor = cases.CANCELLATION if part == "grad" and case.op == "attention" and k != "v" else floors.get(key, 0.0)
+    floor = (
+      cases.CANCELLATION
+      if part == "grad" and case.op == "attention" and k != "v"
+      else floors.get(key, 0.0)
+    )
     error = cases.relative_rms(found[key], want, floor)
     if not error <= cases.BUDGET[dtype][kind]:
       misses[key] = f"relative RMS {error:.2e}, budget {cases.BUDGET[dtype][kind]:.0e}"
@@ -316,7 +354,11 @@ def check(name: str, impl: str, dtype: str, stacked: bool):
 
 
 @pytest.mark.parametrize(
-  "name", [pytest.param(name, marks=() if re.search("T17$|T70", name) else pytest.mark.slow) for name in FILES]
+  "name",
+  [
+    pytest.param(name, marks=() if re.search("T17$|T70", name) else pytest.mark.slow)
+    for name in FILES
+  ],
 )
 def test_recurrent_in_float64(name):
   check(name, "recurrent", "float64", stacked=True)
@@ -339,7 +381,8 @@ WITHOUT_KERNELS = ("gated_oja_rule", "forgetting_attn")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "name", [name for name in FILES if "T70_extreme" in name and name.split("__")[0] not in WITHOUT_KERNELS]
+  "name",
+  [name for name in FILES if "T70_extreme" in name and name.split("__")[0] not in WITHOUT_KERNELS],
 )
 def test_kernels_in_float32(name):
   """Interpreted; of every method that kernels compute, the file of strong decays."""

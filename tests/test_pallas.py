@@ -151,11 +151,21 @@ def test_nan_stands_behind_an_array():
   def copy(inputs, outputs, *, interpreted):
     outputs[0][...] = inputs[0][...]
 
-  spec, shape = pl.BlockSpec((16,), lambda program: (program,)), jax.ShapeDtypeStruct((16,), jnp.float32)
+  spec, shape = (
+    pl.BlockSpec((16,), lambda program: (program,)),
+    jax.ShapeDtypeStruct((16,), jnp.float32),
+  )
   (x,) = launch(
-    copy, [jnp.ones(12)], name="copy", programs=1, in_specs=[spec], out_specs=[spec], out_shapes=[shape],
-    warps=1, stages=1,
-  )  # fmt: skip
+    copy,
+    [jnp.ones(12)],
+    name="copy",
+    programs=1,
+    in_specs=[spec],
+    out_specs=[spec],
+    out_shapes=[shape],
+    warps=1,
+    stages=1,
+  )
   assert np.isnan(x[12:]).all()
   assert (x[:12] == 1).all()
 
@@ -163,7 +173,9 @@ def test_nan_stands_behind_an_array():
 # --- what is launched, and what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gate", "chunk"), [("head", 32), pytest.param("channel", 16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  ("gate", "chunk"), [("head", 32), pytest.param("channel", 16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
   ("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 2, 6), ("dplr", 2, 6)]
 )
@@ -196,7 +208,9 @@ def test_number_of_segments():
     ("linear_attention", "head", Shape(T=131), "float32"),
     pytest.param("linear_attention", "channel", Shape(T=131), "bfloat16", marks=pytest.mark.slow),
     pytest.param("linear_attention", "none", Shape(T=131), "bfloat16", marks=pytest.mark.slow),
-    pytest.param("linear_attention", "channel", Shape(T=75, K=136), "float32", marks=pytest.mark.slow),
+    pytest.param(
+      "linear_attention", "channel", Shape(T=75, K=136), "float32", marks=pytest.mark.slow
+    ),
     pytest.param("delta_rule", "head", Shape(T=131), "bfloat16", marks=pytest.mark.slow),
     pytest.param("delta_rule", "channel", Shape(T=75, K=72), "float32", marks=pytest.mark.slow),
     pytest.param("dplr", "head", Shape(T=131), "bfloat16", marks=pytest.mark.slow),
@@ -208,12 +222,15 @@ def test_segments_of_time(segments, family, gate, shape, dtype):
   case_id = f"{family}-{gate}"
   packed = cases.batch(CASES[case_id])
   assert plan.segments(1, -(-shape.T // 64)) > 1
-  assert "_in_segments" in str(jax.make_jaxpr(lambda x: kernels(CASES[case_id])(**x))(cases.inputs(case_id, shape)))
+  assert "_in_segments" in str(
+    jax.make_jaxpr(lambda x: kernels(CASES[case_id])(**x))(cases.inputs(case_id, shape))
+  )
   assert not misses(case_id, shape, dtype, True, packed)
 
 
 @pytest.mark.parametrize(
-  "family", [pytest.param(x, marks=() if x == "linear_attention" else pytest.mark.slow) for x in FAMILIES]
+  "family",
+  [pytest.param(x, marks=() if x == "linear_attention" else pytest.mark.slow) for x in FAMILIES],
 )
 def test_a_pass_without_derivatives_is_the_same(family):
   """It keeps nothing, where the other one keeps states."""
@@ -232,11 +249,17 @@ def test_supports():
   assert pallas.supports_linear_attention(q, q, v, array(2, 64, 4, 256)) is None
   wide, long = array(2, 64, 2, 257), array(2**22, 2**16, 2, 256)
   assert "K is 257" in pallas.supports_linear_attention(wide, wide, v)
-  assert "float64" in pallas.supports_linear_attention(q, q, array(2, 64, 4, 100, dtype=jnp.float64))
+  assert "float64" in pallas.supports_linear_attention(
+    q, q, array(2, 64, 4, 100, dtype=jnp.float64)
+  )
   assert "chunk_size is 7" in pallas.supports_linear_attention(q, q, v, chunk_size=7)
   assert pallas.supports_linear_attention(q, q, v, bonus=array(2, 256)) is None
-  assert "float64" in pallas.supports_linear_attention(q, q, v, bonus=array(2, 256, dtype=jnp.float64))
-  assert "2^31 programs" in pallas.supports_linear_attention(long, long, array(2**22, 2**16, 4, 100))
+  assert "float64" in pallas.supports_linear_attention(
+    q, q, v, bonus=array(2, 256, dtype=jnp.float64)
+  )
+  assert "2^31 programs" in pallas.supports_linear_attention(
+    long, long, array(2**22, 2**16, 4, 100)
+  )
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,12 @@ def test_packed_documents_with_window_and_sink():
 @pytest.mark.parametrize("case", [PLAIN, WINDOW], ids=lambda case: case.gate)
 @pytest.mark.parametrize(
   ("causal", "dtype", "packed"),
-  [(True, "float32", False), (False, "float32", True), (False, "bfloat16", False), (True, "bfloat16", True)],
+  [
+    (True, "float32", False),
+    (False, "float32", True),
+    (False, "bfloat16", False),
+    (True, "bfloat16", True),
+  ],
 )
 def test_options_and_dtypes(case, causal, dtype, packed):
   assert not misses(case, BASE, dtype, packed, causal=causal)
@@ -87,9 +92,14 @@ def test_large_scores_and_a_sink_of_any_size(dtype):
     want_o, want = jax.device_get(quick_jit(functools.partial(run, "recurrent"))(*wide))
   assert cases.relative_rms(o, want_o) < cases.BUDGET[dtype]["value"]
   for name in ("q", "k", "v"):
-    assert cases.relative_rms(got[name], want[name], cases.CANCELLATION) < cases.BUDGET[dtype]["gradient"], name
+    assert (
+      cases.relative_rms(got[name], want[name], cases.CANCELLATION)
+      < cases.BUDGET[dtype]["gradient"]
+    ), name
   assert np.isfinite(got["sink"]).all()
-  assert cases.relative_rms(got["sink"], want["sink"], cases.CANCELLATION) < cases.BUDGET[dtype]["gate"]
+  assert (
+    cases.relative_rms(got["sink"], want["sink"], cases.CANCELLATION) < cases.BUDGET[dtype]["gate"]
+  )
 
 
 @pytest.mark.slow
@@ -129,11 +139,15 @@ def test_blocks_hold_what_is_read_and_little_else(causal, window, packed):
   segments, real = lajax.recurrence.drive.segments(jnp.asarray(ids))
   documents = attention_blocks.documents_of(segments, real) if packed else None
   x = jax.ShapeDtypeStruct((B, T, 1, 64), jnp.bfloat16)
-  p = attention_blocks.plan(x, x, x, attention_blocks.Mask(causal, window), packed, 1.0)._replace(C=64, S=32)
+  p = attention_blocks.plan(x, x, x, attention_blocks.Mask(causal, window), packed, 1.0)._replace(
+    C=64, S=32
+  )
   position = np.cumsum(ids >= 0, axis=1) if packed else np.broadcast_to(np.arange(T), (B, T))
   distance = position[:, :, None] - position[:, None]
   reads = (
-    (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None]) & (ids >= 0)[:, None] & (ids >= 0)[:, :, None]
+    (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None])
+    & (ids >= 0)[:, None]
+    & (ids >= 0)[:, :, None]
   )
   reads &= (distance >= 0) | (not causal)
   reads &= abs(distance) < (window or T)
@@ -142,20 +156,27 @@ def test_blocks_hold_what_is_read_and_little_else(causal, window, packed):
     first, past = map(np.asarray, attention_blocks.blocks(p, documents, keys))
     number = np.arange(needed.shape[2])
     gone_through = (number >= first[..., None]) & (number < past[..., None])
-    between = (np.cumsum(needed, axis=2) > 0) & (np.cumsum(needed[..., ::-1], axis=2)[..., ::-1] > 0)
+    between = (np.cumsum(needed, axis=2) > 0) & (
+      np.cumsum(needed[..., ::-1], axis=2)[..., ::-1] > 0
+    )
     np.testing.assert_array_equal(np.broadcast_to(gone_through, needed.shape), between)
 
 
 def test_launches_and_what_is_kept():
   """One launch forward, two backward; between them the inputs, the output, and a number for each row of scores."""
   given = {name: jnp.float32(x) for name, x in cases.inputs(PLAIN.id, BASE).items()}
-  launches = lambda f: len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(given)))) // 2  # of two platforms
+  launches = lambda f: (
+    len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(given)))) // 2
+  )  # of two platforms
   forward = lambda x: op(**x)
   assert launches(forward) == 1
   assert launches(jax.grad(lambda x: forward(x).sum())) == 3
   kept = jax.tree.leaves(jax.eval_shape(lambda: jax.vjp(forward, given)[1]))
   out = jax.eval_shape(forward, given)
-  assert sum(x.size for x in kept) <= sum(x.size for x in given.values()) + out.size + out.size // out.shape[-1]
+  assert (
+    sum(x.size for x in kept)
+    <= sum(x.size for x in given.values()) + out.size + out.size // out.shape[-1]
+  )
 
 
 def test_what_the_kernels_do_not_take():

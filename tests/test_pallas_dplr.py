@@ -50,7 +50,9 @@ def test_decays_before_a_token(C):
     for i in range(C):
       for upto, before, after in both:
         mine = [j for j in range(C) if part[j] == part[i]]
-        want = np.exp([g[mine[0] : i + 1].sum(0), g[mine[0] : i].sum(0), g[i + 1 : mine[-1] + 1].sum(0)])
+        want = np.exp(
+          [g[mine[0] : i + 1].sum(0), g[mine[0] : i].sum(0), g[i + 1 : mine[-1] + 1].sum(0)]
+        )
         np.testing.assert_allclose([upto[i], before[i], after[i]], want, rtol=1e-4, atol=1e-30)
   for i in range(1, C):
     np.testing.assert_allclose(between[i, 0], np.exp(g[1:i].sum(0)), rtol=1e-5, atol=1e-30)
@@ -60,7 +62,9 @@ def test_decays_before_a_token(C):
 @pytest.mark.parametrize("T", [1, 33])
 def test_a_last_chunk_of_one_token(T):
   """One chunk backward; forward, whose chunks are half as long, two of which the second is empty, or has one token."""
-  assert not misses("dplr-head", Shape(T=T, K=48, V=7), "bfloat16", True, ("plain", "inf", "cliff", "zero"))
+  assert not misses(
+    "dplr-head", Shape(T=T, K=48, V=7), "bfloat16", True, ("plain", "inf", "cliff", "zero")
+  )
 
 
 @pytest.mark.slow
@@ -92,7 +96,9 @@ def test_the_delta_rule_by_channels_with_one_decay_a_head():
 
 @pytest.mark.slow
 def test_the_delta_rule_by_channels_without_decay():
-  arrays = {name: x.astype(np.float32) for name, x in cases.inputs(CHANNELS, BASE).items() if name != "g"}
+  arrays = {
+    name: x.astype(np.float32) for name, x in cases.inputs(CHANNELS, BASE).items() if name != "g"
+  }
   arrays["beta"] = None
   got = lajax.delta_rule(**arrays, impl="pallas")
   for x, want in zip(got, lajax.delta_rule(**arrays, impl="recurrent"), strict=True):
@@ -120,8 +126,12 @@ def test_supports():
   assert "float64" in pallas.supports_dplr(q, q, v, q, array(2, 64, 2, 128, dtype=jnp.float64))
   assert "chunk_size is 7" in pallas.supports_dplr(q, q, v, q, q, chunk_size=7)
   long = array(2**22, 2**16, 2, 128)
-  assert "2^31 programs" in pallas.supports_dplr(long, long, array(2**22, 2**16, 4, 100), long, long)
-  many = array(2**20, 2**14, 4, 16, dtype=jnp.bfloat16)  # chunks of the forward pass are half as long as of the backward
+  assert "2^31 programs" in pallas.supports_dplr(
+    long, long, array(2**22, 2**16, 4, 100), long, long
+  )
+  many = array(
+    2**20, 2**14, 4, 16, dtype=jnp.bfloat16
+  )  # chunks of the forward pass are half as long as of the backward
   assert "2^31 programs" in pallas.supports_dplr(many, many, many, many, many)
   gates = wide, array(2, 64, 2, 256)
   assert pallas.supports_delta_rule_by_channel(narrow, narrow, narrow, *gates) is None

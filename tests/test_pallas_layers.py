@@ -47,7 +47,9 @@ def misses(make, arrays, cts, ids=None, dtype="float32"):
   got = jax.device_get(compiled(graph)(ids, (params, *arrays), cts))
   with jax.enable_x64(True):
     wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
-    want = jax.device_get(compiled(nnx.split(like)[0])(ids, (wide(params), *wide(arrays)), wide(cts)))
+    want = jax.device_get(
+      compiled(nnx.split(like)[0])(ids, (wide(params), *wide(arrays)), wide(cts))
+    )
   budget = cases.BUDGET[dtype]
   errors = [
     (cases.relative_rms(x, y), budget[kind])
@@ -84,10 +86,15 @@ def test_short_conv(documents):
 @pytest.mark.parametrize(
   ("T", "width", "activation", "documents"),
   [
-    (1, 4, "silu", True), (2, 4, "silu", False), (17, 3, None, True), (70, 1, None, True), (70, 4, "silu", False),
-    (70, 8, "silu", True), (300, 2, "silu", False),
+    (1, 4, "silu", True),
+    (2, 4, "silu", False),
+    (17, 3, None, True),
+    (70, 1, None, True),
+    (70, 4, "silu", False),
+    (70, 8, "silu", True),
+    (300, 2, "silu", False),
   ],
-)  # fmt: skip
+)
 def test_short_conv_sizes(T, width, activation, documents):
   ids = ids_of(T) if documents else None
   assert not misses(conv(width, activation=activation), *conv_arrays(T, width), ids)
@@ -124,7 +131,9 @@ def test_short_conv_supports():
   assert pallas.supports_short_conv(x, array(20, 8), cache) is None
   assert "W is 9" in pallas.supports_short_conv(x, array(20, 9), cache)
   assert "float64" in pallas.supports_short_conv(x, array(20, 4, dtype=jnp.float64), cache)
-  assert "2^31 programs" in pallas.supports_short_conv(array(2**20, 2**14, 2**10), array(2**10, 4), cache)
+  assert "2^31 programs" in pallas.supports_short_conv(
+    array(2**20, 2**14, 2**10), array(2**10, 4), cache
+  )
 
 
 def test_mixers_hand_their_form_to_the_convolution():
@@ -173,7 +182,9 @@ def test_norm_supports():
   array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
   assert pallas.supports_gated_rms_norm(array(4, 8192), array(8192)) is None
   assert "D is 8193" in pallas.supports_gated_rms_norm(array(4, 8193), array(8193))
-  assert "float64" in pallas.supports_gated_rms_norm(array(4, 8), array(8), array(4, 8, dtype=jnp.float64))
+  assert "float64" in pallas.supports_gated_rms_norm(
+    array(4, 8), array(8), array(4, 8, dtype=jnp.float64)
+  )
   assert "more rows" in pallas.supports_gated_rms_norm(array(2**16, 2**15, 8), array(8))
 
 
@@ -199,7 +210,8 @@ def test_second_derivatives_are_refused_with_a_sentence():
 
 
 @pytest.mark.parametrize(
-  "make", [lambda: L.ShortConv(4, impl="fast", rngs=nnx.Rngs(0)), lambda: L.GatedRMSNorm(4, impl="fast")]
+  "make",
+  [lambda: L.ShortConv(4, impl="fast", rngs=nnx.Rngs(0)), lambda: L.GatedRMSNorm(4, impl="fast")],
 )
 def test_an_unknown_form_is_named(make):
   with pytest.raises(ValueError, match="`impl` must be one of"):

@@ -101,7 +101,9 @@ def test_time_is_cut_where_there_are_few_channels():
 def test_number_of_launches(length, forward):
   x = jnp.ones((2, length, 8))
   op = lambda x, log_a: lajax.linear_recurrence(x, log_a, impl="pallas")[0]
-  launches = lambda f: len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(x, -x)))) // 2  # of two platforms
+  launches = lambda f: (
+    len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(x, -x)))) // 2
+  )  # of two platforms
   assert launches(op) == forward
   assert launches(lambda *args: jax.vjp(op, *args)[1](x)) == 2 * forward
 
@@ -111,8 +113,13 @@ def test_what_the_kernels_do_not_take():
   x, wide = array(2, 64, 20), array(2, 64, 20, dtype=jnp.float64)
   assert pallas.supports_linear_recurrence(x, x) is None
   assert "float64" in pallas.supports_linear_recurrence(x, wide)
-  assert "2^31 programs" in pallas.supports_linear_recurrence(array(2**20, 1, 2**17), array(2**20, 1, 2**17))
-  with jax.enable_x64(True), pytest.raises(NotImplementedError, match=r"float64.*impl='chunked' or impl='auto'\.$"):
+  assert "2^31 programs" in pallas.supports_linear_recurrence(
+    array(2**20, 1, 2**17), array(2**20, 1, 2**17)
+  )
+  with (
+    jax.enable_x64(True),
+    pytest.raises(NotImplementedError, match=r"float64.*impl='chunked' or impl='auto'\.$"),
+  ):
     lajax.linear_recurrence(jnp.ones((1, 2, 3), jnp.float64), jnp.zeros((1, 2, 3)), impl="pallas")
 
 

@@ -15,7 +15,9 @@ VALUES = [-np.inf, -1e4, -20.0, -1.0, -1e-4, 0.0]
 @st.composite
 def gates(draw):
   """A decay per token, in runs of a kind: (value, tokens)."""
-  runs = draw(st.lists(st.tuples(st.sampled_from(VALUES), st.integers(1, 40)), min_size=1, max_size=8))
+  runs = draw(
+    st.lists(st.tuples(st.sampled_from(VALUES), st.integers(1, 40)), min_size=1, max_size=8)
+  )
   return np.resize(np.concatenate([np.full(n, value) for value, n in runs]), BASE.T)
 
 
@@ -42,7 +44,9 @@ def test_any_gates_and_documents(case_id, data):
   arrays[gate] = arrays[gate] * 0 + decays.reshape(*decays.shape, *(1,) * (arrays[gate].ndim - 2))
   ids = np.stack([data.draw(segments()) for _ in range(BATCH)])
   got = cases.evaluate(case, "chunked", "float32", arrays, ids)
-  assert not cases.misses(case, got, cases.reference(case, arrays, ids, values="float32"), "float32")
+  assert not cases.misses(
+    case, got, cases.reference(case, arrays, ids, values="float32"), "float32"
+  )
 
 
 @pytest.mark.parametrize("case_id", STATEFUL)
@@ -57,7 +61,9 @@ def test_any_split(case_id, at, decays):
   parts = [np.where(np.arange(BASE.T) < at, 0, -1), np.where(np.arange(BASE.T) < at, -1, 0)]
   spread = lambda ids: np.broadcast_to(ids, (BATCH, BASE.T))
   first = cases.evaluate(case, "chunked", "float32", arrays, spread(parts[0]))
-  second = cases.evaluate(case, "chunked", "float32", arrays | {"initial_state": first.state}, spread(parts[1]))
+  second = cases.evaluate(
+    case, "chunked", "float32", arrays | {"initial_state": first.state}, spread(parts[1])
+  )
   want = cases.reference(case, arrays, values="float32")
   got = cases.Result(first.o + second.o, second.state, {})  # the output of padding is 0
   assert not cases.misses(case, got, want, "float32")

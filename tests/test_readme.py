@@ -108,5 +108,9 @@ def test_the_table_of_systems_names_the_forms_that_ops_have():
   forms = {case.op: case.impls for case in cases.CASES.values()}
   for row in systems():
     op, layer = (row[name].strip("`") for name in ("op `lajax.…`", "layer `L.…`"))
-    want = set(forms.get(op, ())) | ({"pallas"} if op in KERNELS and layer not in REFUSED else set())
-    assert {form for form in ("recurrent", "associative", "chunked", "pallas") if row[form] == "✓"} == want, row
+    want = set(forms.get(op, ())) | (
+      {"pallas"} if op in KERNELS and layer not in REFUSED else set()
+    )
+    assert {
+      form for form in ("recurrent", "associative", "chunked", "pallas") if row[form] == "✓"
+    } == want, row

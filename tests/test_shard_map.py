@@ -14,14 +14,14 @@ from lajax.pallas.short_conv import short_conv
 T, D = 12, 16
 OPS = {  # of x [B T 1 D] and g [B T 1], which the devices have parts of, and w [D], which they share
   "linear_attention": lambda x, g, w, impl: lajax.linear_attention(x, x * w, x, g, impl=impl)[0],
-  "linear_attention by channel": lambda x, g, w, impl: lajax.linear_attention(x, x, x, g[..., None] * w**2, impl=impl)[
-    0
-  ],
+  "linear_attention by channel": lambda x, g, w, impl: lajax.linear_attention(
+    x, x, x, g[..., None] * w**2, impl=impl
+  )[0],
   "delta_rule": lambda x, g, w, impl: lajax.delta_rule(x, x * w, x, -g, g, impl=impl)[0],
   "dplr": lambda x, g, w, impl: lajax.dplr(x, x, x, -x * w, x, g, impl=impl)[0],
-  "linear_recurrence": lambda x, g, w, impl: lajax.linear_recurrence(x[:, :, 0], -(w**2) * abs(x[:, :, 0]), impl=impl)[
-    0
-  ],
+  "linear_recurrence": lambda x, g, w, impl: lajax.linear_recurrence(
+    x[:, :, 0], -(w**2) * abs(x[:, :, 0]), impl=impl
+  )[0],
   "attention": lambda x, g, w, impl: lajax.attention(x, x * w, x, impl=impl),
 }
 KERNELS = OPS | {
@@ -36,7 +36,10 @@ def gradients(f, sharded: bool):
   if sharded:
     spec = PartitionSpec("x")
     f = jax.shard_map(
-      f, mesh=Mesh(np.array(jax.devices()[:1]), ("x",)), in_specs=(spec, spec, PartitionSpec()), out_specs=spec
+      f,
+      mesh=Mesh(np.array(jax.devices()[:1]), ("x",)),
+      in_specs=(spec, spec, PartitionSpec()),
+      out_specs=spec,
     )
   return jax.grad(lambda *args: (f(*args) ** 2).sum(), argnums=(0, 1, 2))
 

@@ -41,7 +41,9 @@ def test_baselines_agree_with_lajax(op):
       np.testing.assert_allclose(a, b, atol=1e-4 * float(abs(b).max()), rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize(("arguments", "ops"), [([], CORE), (["--ops", "all"], OPS)], ids=["default", "all"])
+@pytest.mark.parametrize(
+  ("arguments", "ops"), [([], CORE), (["--ops", "all"], OPS)], ids=["default", "all"]
+)
 def test_table_has_every_op_in_every_form(arguments, ops):
   config = parse(["--forms", *FORMS, *arguments])
   rows = plan(config, {})
@@ -65,8 +67,30 @@ def test_run_prints_figures_and_writes_lines(tmp_path):
   out = tmp_path / "speed.jsonl"
   config = parse(
     [
-      *("--ops", "linear_recurrence", "--length", "16", "--heads", "1", "--width", "4", "--repeats", "2"),
-      *("--positions", "3", "9", "--forms", "recurrent", "auto", "pallas", "--out", str(out), "--associative"),
+      *(
+        "--ops",
+        "linear_recurrence",
+        "--length",
+        "16",
+        "--heads",
+        "1",
+        "--width",
+        "4",
+        "--repeats",
+        "2",
+      ),
+      *(
+        "--positions",
+        "3",
+        "9",
+        "--forms",
+        "recurrent",
+        "auto",
+        "pallas",
+        "--out",
+        str(out),
+        "--associative",
+      ),
       *("simple_gla", "--scaling", "--lengths", "16", "32"),
     ]
   )
@@ -75,7 +99,9 @@ def test_run_prints_figures_and_writes_lines(tmp_path):
   rows = {line["name"]: line for line in lines if line["task"] == "speed"}
   assert list(rows) == ["recurrent", "auto", "pallas", "naive token scan"]
   for row in rows.values():
-    figures = [row[key] for key in ("forward_ms", "both_ms", "ratio", "compile_seconds", "temp_mib")]
+    figures = [
+      row[key] for key in ("forward_ms", "both_ms", "ratio", "compile_seconds", "temp_mib")
+    ]
     assert all(x >= 0 for x in figures)
     assert {"python", "jax", "jaxlib", "device"} <= set(row["versions"])
     assert row["config"]["length"] == 16
@@ -95,7 +121,9 @@ def test_a_form_that_an_op_does_not_have_says_so():
   assert "no kernel" in row.why_not
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator can be told to keep memory")
+@pytest.mark.skipif(
+  platform.libc_ver()[0] != "glibc", reason="only glibc's allocator can be told to keep memory"
+)
 def test_kept_memory_is_not_taken_anew():
   code = """
 import resource
@@ -110,7 +138,12 @@ faults()
 print(kept, freed, faults())
 """
   run = subprocess.run(
-    [sys.executable, "-c", code], cwd=ROOT / "experiments", capture_output=True, text=True, timeout=60, check=True
+    [sys.executable, "-c", code],
+    cwd=ROOT / "experiments",
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=True,
   )
   kept, freed, after = run.stdout.split()
   assert kept == "True"

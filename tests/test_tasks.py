@@ -19,7 +19,9 @@ BLANK = 0
 
 
 def sizes_of(path: pathlib.Path) -> dict:
-  vocab_size, length, pairs, filler = re.fullmatch(r"mqar_v(\d+)_L(\d+)_kv(\d+)_(\w+)", path.stem).groups()
+  vocab_size, length, pairs, filler = re.fullmatch(
+    r"mqar_v(\d+)_L(\d+)_kv(\d+)_(\w+)", path.stem
+  ).groups()
   return dict(vocab_size=int(vocab_size), length=int(length), pairs=int(pairs), filler=filler)
 
 
@@ -73,8 +75,14 @@ def check_exact(inputs, targets, mask, *, vocab_size, length, pairs, filler):
   assert positions.max() <= length - 2
   asked = inputs[mask].reshape(batch, pairs)
   assert (np.sort(asked, 1) == np.sort(keys, 1)).all()
-  answers = {(row, key): value for row in range(batch) for key, value in zip(keys[row], values[row], strict=True)}
-  assert all(targets[r, p] == answers[r, inputs[r, p]] for r, p in zip(rows, positions, strict=True))
+  answers = {
+    (row, key): value
+    for row in range(batch)
+    for key, value in zip(keys[row], values[row], strict=True)
+  }
+  assert all(
+    targets[r, p] == answers[r, inputs[r, p]] for r, p in zip(rows, positions, strict=True)
+  )
   assert (targets[~mask] == 0).all()
   rest = ~mask & (np.arange(length) >= 2 * pairs)
   if filler == "zeros":
@@ -102,12 +110,20 @@ def test_statistics_are_the_oracles(path):
 
   def statistics(inputs, targets, mask):
     slot = slots_by_key(inputs, mask, pairs)
-    per_row = [slot, 2 * pairs + 2 * slot - 2 * np.arange(pairs)]  # slot, and distance from key to query, by key order
+    per_row = [
+      slot,
+      2 * pairs + 2 * slot - 2 * np.arange(pairs),
+    ]  # slot, and distance from key to query, by key order
     per_row.append(mask[:, 2 * pairs :: 2])  # occupancy of each slot
-    per_row += [inputs[:, 0 : 2 * pairs : 2], inputs[:, 1 : 2 * pairs : 2]]  # keys and values by order
+    per_row += [
+      inputs[:, 0 : 2 * pairs : 2],
+      inputs[:, 1 : 2 * pairs : 2],
+    ]  # keys and values by order
     if sizes["filler"] == "noise":
       rest = np.where(mask | (np.arange(sizes["length"]) < 2 * pairs), np.nan, inputs)
-      per_row.append(np.nanmean(rest, 1)[:, None] if pairs * 4 < sizes["length"] else rest[:, 2 * pairs + 1 :: 2])
+      per_row.append(
+        np.nanmean(rest, 1)[:, None] if pairs * 4 < sizes["length"] else rest[:, 2 * pairs + 1 :: 2]
+      )
       per_row.append((rest == 0).sum(1)[:, None])
     return np.concatenate([np.asarray(x, float) for x in per_row], 1)
 
@@ -122,7 +138,9 @@ def test_published_statistics():
   sizes = dict(vocab_size=256, length=64, filler="zeros")
   _, _, mask = our_rows(seeds=5, pairs=4, **sizes)
   occupancy = mask[:, 8::2].mean(0)
-  np.testing.assert_allclose(occupancy[:8], [0.720, 0.481, 0.349, 0.272, 0.227, 0.194, 0.165, 0.148], atol=0.012)
+  np.testing.assert_allclose(
+    occupancy[:8], [0.720, 0.481, 0.349, 0.272, 0.227, 0.194, 0.165, 0.148], atol=0.012
+  )
   assert abs(occupancy[-1] - 0.044) < 0.006
 
   for pairs, mean in {4: 19.3, 8: 23.9, 16: 32.0}.items():
@@ -193,7 +211,9 @@ def test_task_is_pure_under_jit_and_vmap():
 )
 @settings(max_examples=3, deadline=None, derandomize=True)
 def test_any_size_that_is_allowed_gives_right_rows(pairs, spare, vocabulary, filler, seed):
-  sizes = dict(vocab_size=2 * pairs + 2 + vocabulary, length=4 * pairs + 2 * spare, pairs=pairs, filler=filler)
+  sizes = dict(
+    vocab_size=2 * pairs + 2 + vocabulary, length=4 * pairs + 2 * spare, pairs=pairs, filler=filler
+  )
   check_exact(*our_rows(16, first=seed, **sizes), **sizes)
 
 
@@ -249,5 +269,7 @@ def test_evaluate_refuses_what_it_cannot_score():
   task = functools.partial(mqar, **ROW)
   with pytest.raises(ValueError, match="positive multiple of `batch`; got rows=100, batch=64"):
     evaluate(first_occurrence(64), task, rows=100, batch=64)
-  with pytest.raises(ValueError, match=r"logits \[B L V\] with \[B L\] = \(64, 64\); got \(64, 64\)"):
+  with pytest.raises(
+    ValueError, match=r"logits \[B L V\] with \[B L\] = \(64, 64\); got \(64, 64\)"
+  ):
     evaluate(lambda inputs: inputs, task, rows=64, batch=64)

@@ -43,7 +43,12 @@ def until(T: int) -> np.ndarray:
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 @pytest.mark.parametrize(
-  "case_id", ["delta_rule-head", "delta_rule-channel", pytest.param("delta_rule-none", marks=pytest.mark.slow)]
+  "case_id",
+  [
+    "delta_rule-head",
+    "delta_rule-channel",
+    pytest.param("delta_rule-none", marks=pytest.mark.slow),
+  ],
 )
 def test_64_equal_unit_keys(case_id, beta):
   """The inverse by the doubling product loses everything here: its entries reach C(63, 15) ~ 1e14."""
@@ -101,12 +106,18 @@ def test_suffix_sums_of_1e8(case_id, impl):
   arrays = dict(cases.inputs(case_id))
   gate, written = ("log_a", "x") if "log_a" in arrays else ("g", "v")
   decays = np.where(np.arange(100) < 32, -1e8, -1.0)
-  arrays[gate] = np.broadcast_to(decays.reshape(1, 100, *(1,) * (arrays[gate].ndim - 2)), arrays[gate].shape)
+  arrays[gate] = np.broadcast_to(
+    decays.reshape(1, 100, *(1,) * (arrays[gate].ndim - 2)), arrays[gate].shape
+  )
   only = np.zeros_like(arrays[written])
   only[:, 31] = arrays[written][:, 31]
   arrays[written] = only
   got = cases.evaluate(case, impl, "float32", arrays)
-  alone = only[:, 31] if gate == "log_a" else arrays["k"][:, 31][:, :, :, None] * only[:, 31][:, :, None, :]
+  alone = (
+    only[:, 31]
+    if gate == "log_a"
+    else arrays["k"][:, 31][:, :, :, None] * only[:, 31][:, :, None, :]
+  )
   assert cases.relative_rms(got.state, np.exp(-68.0) * alone) <= budget("value")
 
 
@@ -120,9 +131,15 @@ def test_positive_decay_is_documented(case_id):
 
 
 def _long():
-  lengths = {"delta_rule-head": (128, 256, 4096), "delta_rule-channel": (256,), "linear_attention-channel": (256,)}
+  lengths = {
+    "delta_rule-head": (128, 256, 4096),
+    "delta_rule-channel": (256,),
+    "linear_attention-channel": (256,),
+  }
   for case_id, T in [(case_id, T) for case_id, many in lengths.items() for T in many]:
-    yield pytest.param(case_id, T, marks=() if (case_id, T) == ("delta_rule-head", 128) else pytest.mark.slow)
+    yield pytest.param(
+      case_id, T, marks=() if (case_id, T) == ("delta_rule-head", 128) else pytest.mark.slow
+    )
 
 
 @pytest.mark.parametrize(("case_id", "T"), [*_long()])
@@ -162,7 +179,10 @@ def test_one_compilation_per_shape():
     return lajax.delta_rule(**arrays, segment_ids=ids, impl="chunked")
 
   for n, row in enumerate(("plain", "inf", "zero")):
-    arrays = {k: x.astype(np.float32) for k, x in cases.inputs(case.id, Shape(T=40, K=4, V=4), (row,)).items()}
+    arrays = {
+      k: x.astype(np.float32)
+      for k, x in cases.inputs(case.id, Shape(T=40, K=4, V=4), (row,)).items()
+    }
     run(arrays, np.full((1, 40), n, np.int32))
   assert len(traced) == 1
 
@@ -190,9 +210,13 @@ def test_online_softmax_example_block_by_block():
 
   scores, values = jnp.array(SCORES), jnp.array(VALUES)[:, None]
   first = partial_softmax(scores[:2], values[:2])
-  assert [float(x) for x in (first.m, first.l, first.a[0])] == pytest.approx([2, 1.3679, 23.6788], abs=5e-5)
+  assert [float(x) for x in (first.m, first.l, first.a[0])] == pytest.approx(
+    [2, 1.3679, 23.6788], abs=5e-5
+  )
   both = merge(first, partial_softmax(scores[2:], values[2:]))
-  assert [float(x) for x in (both.m, both.l, both.a[0])] == pytest.approx([3, 1.5530, 40.7024], abs=5e-5)
+  assert [float(x) for x in (both.m, both.l, both.a[0])] == pytest.approx(
+    [3, 1.5530, 40.7024], abs=5e-5
+  )
   assert float(finish(both)[0]) == pytest.approx(26.2089, abs=5e-5)
 
 
@@ -238,7 +262,10 @@ def test_which_jaxlibs_are_guarded(version, old):
   ("before", "after"),
   [
     ("", f"--{_cpu_hang.FLAG}=false"),
-    ("--xla_cpu_enable_fast_math=false", f"--xla_cpu_enable_fast_math=false --{_cpu_hang.FLAG}=false"),
+    (
+      "--xla_cpu_enable_fast_math=false",
+      f"--xla_cpu_enable_fast_math=false --{_cpu_hang.FLAG}=false",
+    ),
     (f"--{_cpu_hang.FLAG}=true", f"--{_cpu_hang.FLAG}=true"),  # the user has chosen
   ],
 )
@@ -324,7 +351,9 @@ def test_an_eps_of_0_where_nothing_is_read(impl):
   assert not got[0][ids < 0].any()
   with jax.enable_x64(True):
     reference = impl if impl == "both ways" else "recurrent"
-    want = cases.quick_jit(functools.partial(run, impl=reference))(*(x.astype(np.float64) for x in (q, k, v)))
+    want = cases.quick_jit(functools.partial(run, impl=reference))(
+      *(x.astype(np.float64) for x in (q, k, v))
+    )
   assert all(np.isfinite(y).all() for y in want)
   for x, y in zip(got, want, strict=True):
     assert cases.relative_rms(x, y) <= budget("gradient")
@@ -362,7 +391,9 @@ def test_mlstm_before_anything_was_seen():
   nothing = jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, 1)), jnp.full((1, 1), -jnp.inf)
   o, (C, n, m) = lajax.mlstm(one, one, one, zero, zero - 0.1, initial_state=nothing)
   np.testing.assert_allclose(o.ravel(), [1, 1], rtol=1e-6)
-  np.testing.assert_allclose([C.item(), n.item(), m.item()], [1 + np.exp(-0.1)] * 2 + [0], rtol=1e-6)
+  np.testing.assert_allclose(
+    [C.item(), n.item(), m.item()], [1 + np.exp(-0.1)] * 2 + [0], rtol=1e-6
+  )
   o, state = lajax.mlstm(one, one, one, zero - jnp.inf, zero - 0.1)
   assert not o.any()
   assert not any(x.any() for x in state[:2])
@@ -382,7 +413,10 @@ def test_reflections_of_one_key(case_id):
   rng = np.random.default_rng(1)
   k = rng.standard_normal(64)
   k = np.tile((k / np.linalg.norm(k)).astype(np.float32), (1, 256, 1, 1))
-  q, v = rng.standard_normal((1, 256, 1, 64)).astype(np.float32), rng.standard_normal((1, 256, 1, 8)).astype(np.float32)
+  q, v = (
+    rng.standard_normal((1, 256, 1, 64)).astype(np.float32),
+    rng.standard_normal((1, 256, 1, 8)).astype(np.float32),
+  )
 
   def run(impl, dtype):
     wide = [x.astype(dtype) for x in (q, k, v)]
@@ -409,7 +443,11 @@ def test_half_a_state_is_an_error():
   with pytest.raises(ValueError, match="got None for z"):
     lajax.normalized_linear_attention(one, one, one, initial_state=(one[:, :1], None))
   step = lajax.recurrence.delta_rule_step
-  for options in ({"erase": one[:, 0], "write": one[:, 0]}, {"beta": None}, {"beta": None, "erase": one[:, 0]}):
+  for options in (
+    {"erase": one[:, 0], "write": one[:, 0]},
+    {"beta": None},
+    {"beta": None, "erase": one[:, 0]},
+  ):
     arguments = {"beta": zero[:, 0]} | options
     with pytest.raises(ValueError, match="either `beta`, or"):
       step(one[:, :1], one[:, 0], one[:, 0], one[:, 0], **arguments)

@@ -51,9 +51,18 @@ class Based(KernelAttention):
   ):
     check_positive("head_dim", head_dim)
     super().__init__(
-      d_model, num_heads, head_dim, num_features=1 + head_dim + head_dim**2, expand_v=expand_v, conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      num_heads,
+      head_dim,
+      num_features=1 + head_dim + head_dim**2,
+      expand_v=expand_v,
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
 
   def features(self, q, k, documents):
     return taylor2(widen(q)), taylor2(widen(k))
@@ -103,11 +112,28 @@ class ReBased(KernelAttention):
   ):
     check_positive("head_dim", head_dim)
     super().__init__(
-      d_model, num_heads, head_dim, num_features=head_dim * (head_dim + 1) // 2, expand_v=expand_v, conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
-    options = {"epsilon": norm_eps, "use_fast_variance": False, "param_dtype": self.gate_dtype, "rngs": rngs}
-    self.q_norm, self.k_norm = nnx.LayerNorm(head_dim, **options), nnx.LayerNorm(head_dim, **options)
+      d_model,
+      num_heads,
+      head_dim,
+      num_features=head_dim * (head_dim + 1) // 2,
+      expand_v=expand_v,
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+    options = {
+      "epsilon": norm_eps,
+      "use_fast_variance": False,
+      "param_dtype": self.gate_dtype,
+      "rngs": rngs,
+    }
+    self.q_norm, self.k_norm = (
+      nnx.LayerNorm(head_dim, **options),
+      nnx.LayerNorm(head_dim, **options),
+    )
 
   def features(self, q, k, documents):
     return squares(self.q_norm(widen(q))), squares(self.k_norm(widen(k)))

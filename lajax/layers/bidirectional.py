@@ -6,7 +6,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lajax._shapes import check, check_option
-from lajax.bidirectional import NORMALIZATIONS, bidirectional_linear_attention, document_maximum, efficient_attention
+from lajax.bidirectional import (
+  NORMALIZATIONS,
+  bidirectional_linear_attention,
+  document_maximum,
+  efficient_attention,
+)
 from lajax.layers.features import FeatureMap, scaled_exp
 from lajax.layers.features import feature_map as _feature_map
 from lajax.layers.mixer import value_heads, value_width
@@ -16,7 +21,16 @@ from lajax.layers.parameters import widen
 class _Bidirectional(nnx.Module):
   """One projection in, an op on q, k, v, one projection out; a subclass writes `mix`."""
 
-  def __init__(self, d_model: int, num_heads: int, head_dim: int, expand_v: float, dtype, param_dtype, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    d_model: int,
+    num_heads: int,
+    head_dim: int,
+    expand_v: float,
+    dtype,
+    param_dtype,
+    rngs: nnx.Rngs,
+  ):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
     linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.in_proj = nnx.Linear(d_model, H * (2 * K + V), **linear)

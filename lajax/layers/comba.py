@@ -60,9 +60,17 @@ class Comba(Mixer):
       {"gate": (H, V)} if use_gate else {}
     )
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 0.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
     self.d = nnx.Param(jnp.ones(H, self.gate_dtype))
@@ -77,6 +85,14 @@ class Comba(Mixer):
     if self.D is not None:
       q = q - self.D[...][:, None] * feedback
     o, memory = self.run(
-      dplr, q, k, (beta * widen(v)).astype(v.dtype), feedback, -beta * k, g, memory=memory, documents=documents
+      dplr,
+      q,
+      k,
+      (beta * widen(v)).astype(v.dtype),
+      feedback,
+      -beta * k,
+      g,
+      memory=memory,
+      documents=documents,
     )
     return self.norm(o, p.get("gate")), memory

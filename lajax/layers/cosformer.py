@@ -56,9 +56,18 @@ class CosFormer(KernelAttention):
     check_positive("head_dim", head_dim)
     check_positive("max_length", max_length)
     super().__init__(
-      d_model, num_heads, head_dim, num_features=2 * head_dim, expand_v=expand_v, conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      num_heads,
+      head_dim,
+      num_features=2 * head_dim,
+      expand_v=expand_v,
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.max_length = max_length
 
   def features(self, q, k, documents):

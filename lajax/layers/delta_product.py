@@ -60,15 +60,32 @@ class DeltaProduct(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V, R = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v), num_householder
+    H, K, V, R = (
+      value_heads(num_heads, None),
+      head_dim,
+      value_width(head_dim, expand_v),
+      num_householder,
+    )
     check_positive("num_householder", num_householder)
     projections = {"q": (H, K), "k": (R, H, K), "v": (R, H, V), "beta": (R, H)}
     projections |= ({"a": (H,)} if use_decay else {}) | ({"gate": (H, V)} if use_gate else {})
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
-    self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 0.0, 16.0, self.gate_dtype)) if use_decay else None
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+    self.A_log = (
+      nnx.Param(log_uniform_rate(rngs.params(), (H,), 0.0, 16.0, self.gate_dtype))
+      if use_decay
+      else None
+    )
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype)) if use_decay else None
     self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0

@@ -56,11 +56,21 @@ class DeltaNet(Mixer):
     rngs: nnx.Rngs,
   ):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,)} | ({"gate": (H, V)} if use_gate else {})
+    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,)} | (
+      {"gate": (H, V)} if use_gate else {}
+    )
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
 

@@ -55,17 +55,23 @@ def dpfp(x: Float[Array, "... K"], nu: int = 1) -> Float[Array, "... 2*K*nu"]:
   return jnp.concatenate([r * jnp.roll(r, j, axis=-1) for j in range(1, nu + 1)], axis=-1)
 
 
-def orthogonal_projection(key: Array, width: int, count: int, dtype=jnp.float32) -> Float[Array, "K M"]:
+def orthogonal_projection(
+  key: Array, width: int, count: int, dtype=jnp.float32
+) -> Float[Array, "K M"]:
   """M directions w of N(0, I_K), exactly orthogonal in each block of K; a length is that of an independent Gaussian vector."""
   blocks = -(-count // width)
   directions, lengths = jax.random.normal(key, (2, blocks, width, width), dtype)
   q, r = jnp.linalg.qr(directions)
-  q = q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[:, None]  # so that it is uniform over all rotations
+  q = (
+    q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[:, None]
+  )  # so that it is uniform over all rotations
   columns = q * jnp.linalg.norm(lengths, axis=-2, keepdims=True)
   return jnp.moveaxis(columns, 0, 1).reshape(width, blocks * width)[:, :count]
 
 
-def favor_features(x: Float[Array, "... K"], projection: Float[Array, "K M"]) -> Float[Array, "... M"]:
+def favor_features(
+  x: Float[Array, "... K"], projection: Float[Array, "K M"]
+) -> Float[Array, "... M"]:
   """The logarithms of the M positive random features of FAVOR+.
 
       log phi(x)_m = w_m . x' - |x'|^2 / 2 - log(M) / 2,  x' = x / K^(1/4) ;  E[phi(q) . phi(k)] = exp(q . k / sqrt K)
@@ -82,7 +88,10 @@ def favor_features(x: Float[Array, "... K"], projection: Float[Array, "K M"]) ->
   """
   dtype = accumulation_dtype(x, projection)
   x = x.astype(dtype) * x.shape[-1] ** -0.25
-  exponent = jnp.matmul(x, projection.astype(dtype), precision="highest") - (x * x).sum(-1, keepdims=True) / 2
+  exponent = (
+    jnp.matmul(x, projection.astype(dtype), precision="highest")
+    - (x * x).sum(-1, keepdims=True) / 2
+  )
   return exponent - 0.5 * math.log(projection.shape[-1])
 
 
@@ -103,5 +112,7 @@ def feature_map(choice: str | FeatureMap) -> FeatureMap:
     return choice
   if choice not in FEATURE_MAPS:
     known = ", ".join(map(repr, FEATURE_MAPS))
-    raise ValueError(f"`feature_map` must be one of {known}, or a function of an array; got {choice!r}.")
+    raise ValueError(
+      f"`feature_map` must be one of {known}, or a function of an array; got {choice!r}."
+    )
   return FEATURE_MAPS[choice]

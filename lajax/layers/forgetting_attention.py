@@ -66,18 +66,36 @@ class ForgettingAttention(CachedMixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    for name, value in {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads}.items():
+    for name, value in {
+      "num_heads": num_heads,
+      "head_dim": head_dim,
+      "num_kv_heads": num_kv_heads,
+    }.items():
       check_positive(name, value)
     check_positive("max_length", max_length)
     H, HK, K = num_heads, num_kv_heads or num_heads, head_dim
     if H % HK:
-      raise ValueError(f"`num_kv_heads` must divide num_heads = {H}; got {HK}. Take a divisor of it.")
-    projections = {"q": (H, K), "k": (HK, K), "v": (HK, K), "f": (H,)} | ({"gate": (H, K)} if output_gate else {})
+      raise ValueError(
+        f"`num_kv_heads` must divide num_heads = {H}; got {HK}. Take a divisor of it."
+      )
+    projections = {"q": (H, K), "k": (HK, K), "v": (HK, K), "f": (H,)} | (
+      {"gate": (H, K)} if output_gate else {}
+    )
     super().__init__(
-      d_model, projections, inner=H * K, memory=(HK, K), conv_size=conv_size, conv_activation=None,
-      impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
-    norm = lambda: GatedRMSNorm(K, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if qk_norm else None
+      d_model,
+      projections,
+      inner=H * K,
+      memory=(HK, K),
+      conv_size=conv_size,
+      conv_activation=None,
+      impl=impl,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+    norm = lambda: (
+      GatedRMSNorm(K, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if qk_norm else None
+    )
     self.q_norm, self.k_norm = norm(), norm()
     self.f_bias = nnx.Param(jnp.zeros(H, self.gate_dtype))
     self.num_heads, self.max_length = H, max_length
@@ -120,13 +138,23 @@ class ForgettingAttention(CachedMixer):
       q, k = jnp.pad(q, (*ahead, (0, 0), (0, 0))), k.astype(q.dtype)
       position, segment = jnp.pad(position, ahead), jnp.pad(segment, ahead, constant_values=-1)
     o = attend(
-      q, k, v, log_forget=gates, scale=scale, q_positions=position, k_positions=seen.position, q_segments=segment,
-      k_segments=seen.segment, impl="chunked" if self.impl in ("auto", "pallas") else self.impl,
-    )  # fmt: skip
+      q,
+      k,
+      v,
+      log_forget=gates,
+      scale=scale,
+      q_positions=position,
+      k_positions=seen.position,
+      q_segments=segment,
+      k_segments=seen.segment,
+      impl="chunked" if self.impl in ("auto", "pallas") else self.impl,
+    )
     return o[:, -T:]
 
 
-def _with_bias(q: Float[Array, "B 1 H K"], k: Float[Array, "B S HK K"], log_f: Float[Array, "B S H"]):
+def _with_bias(
+  q: Float[Array, "B 1 H K"], k: Float[Array, "B S HK K"], log_f: Float[Array, "B S H"]
+):
   """Queries and keys, widened by one channel for each head that shares a key, with products q . k / sqrt K + bias."""
   (B, S, HK, K), H = k.shape, q.shape[2]
   G = H // HK
@@ -134,4 +162,6 @@ def _with_bias(q: Float[Array, "B 1 H K"], k: Float[Array, "B S HK K"], log_f: F
   bias = jnp.maximum(jnp.pad(after, ((0, 0), (0, 1), (0, 0))), NEGLIGIBLE)
   q = widen(q) * K**-0.5
   pick = jnp.broadcast_to(jnp.tile(jnp.eye(G, dtype=q.dtype), (HK, 1)), (B, 1, H, G))
-  return jnp.concatenate([q, pick], axis=-1), jnp.concatenate([widen(k), bias.reshape(B, S, HK, G)], axis=-1)
+  return jnp.concatenate([q, pick], axis=-1), jnp.concatenate(
+    [widen(k), bias.reshape(B, S, HK, G)], axis=-1
+  )

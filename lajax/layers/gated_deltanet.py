@@ -57,14 +57,27 @@ class GatedDeltaNet(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, HV, K, V = num_heads, value_heads(num_heads, num_v_heads), head_dim, value_width(head_dim, expand_v)
+    H, HV, K, V = (
+      num_heads,
+      value_heads(num_heads, num_v_heads),
+      head_dim,
+      value_width(head_dim, expand_v),
+    )
     projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "a": (HV,)} | (
       {"gate": (HV, V)} if use_gate else {}
     )
     super().__init__(
-      d_model, projections, inner=HV * V, memory=(HV, K, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=HV * V,
+      memory=(HV, K, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (HV,), 0.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (HV,), self.gate_dtype))
     self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)

@@ -59,13 +59,30 @@ class GatedDeltaNet2(Mixer):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
     check_positive("gate_rank", gate_rank)
     R = V if gate_rank is None else gate_rank
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "erase": (H, K), "write": (H, V), "f": (R,)}
+    projections = {
+      "q": (H, K),
+      "k": (H, K),
+      "v": (H, V),
+      "erase": (H, K),
+      "write": (H, V),
+      "f": (R,),
+    }
     projections |= {"gate": (H, V)} if use_gate else {}
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
-    self.decay_proj = nnx.Linear(R, H * K, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+    self.decay_proj = nnx.Linear(
+      R, H * K, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    )
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H, K), self.gate_dtype))
     self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
@@ -76,7 +93,16 @@ class GatedDeltaNet2(Mixer):
     f = self.decay_proj(p["f"]).reshape(k.shape)
     g = softplus_decay(f, self.A_log[...][:, None], self.dt_bias[...])
     o, memory = delta_rule(
-      q, k, p["v"], None, g, erase=erase, write=write, initial_state=memory, segment_ids=documents.ids,
-      impl=self.impl, chunk_size=self.chunk_size,
-    )  # fmt: skip
+      q,
+      k,
+      p["v"],
+      None,
+      g,
+      erase=erase,
+      write=write,
+      initial_state=memory,
+      segment_ids=documents.ids,
+      impl=self.impl,
+      chunk_size=self.chunk_size,
+    )
     return self.norm(o, p.get("gate")), memory

@@ -63,10 +63,20 @@ class GatedOja(Mixer):
       {"gate": (H, V)} if use_gate else {}
     )
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
-    self.decay_proj = nnx.Linear(R, H * V, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+    self.decay_proj = nnx.Linear(
+      R, H * V, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    )
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H, V), self.gate_dtype))
     self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)

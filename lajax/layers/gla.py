@@ -59,17 +59,34 @@ class GLA(Mixer):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
     check_positive("gate_rank", gate_rank)
     if not gate_normalizer > 0:
-      raise ValueError(f"`gate_normalizer` must be positive, so that the decay is at most 1; got {gate_normalizer}.")
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "f": (gate_rank,)} | ({"gate": (H, V)} if use_gate else {})
+      raise ValueError(
+        f"`gate_normalizer` must be positive, so that the decay is at most 1; got {gate_normalizer}."
+      )
+    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "f": (gate_rank,)} | (
+      {"gate": (H, V)} if use_gate else {}
+    )
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.decay_proj = nnx.Linear(gate_rank, H * K, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.gate_normalizer = gate_normalizer
 
   def mix(self, p, memory, documents):
-    g = jax.nn.log_sigmoid(widen(self.decay_proj(p["f"]))).reshape(p["k"].shape) / self.gate_normalizer
-    o, memory = self.run(linear_attention, p["q"], p["k"], p["v"], g, memory=memory, documents=documents)
+    g = (
+      jax.nn.log_sigmoid(widen(self.decay_proj(p["f"]))).reshape(p["k"].shape)
+      / self.gate_normalizer
+    )
+    o, memory = self.run(
+      linear_attention, p["q"], p["k"], p["v"], g, memory=memory, documents=documents
+    )
     return self.norm(o, p.get("gate")), memory

@@ -51,9 +51,20 @@ class GriffinBlock(Mixer):
     check_positive("lru_width", lru_width)
     W = lru_width or d_model
     super().__init__(
-      d_model, {"u": (W,), "gate": (W,)}, inner=W, memory=(W,), conv_size=conv_size, conv_on=("u",), conv_bias=True,
-      conv_activation=None, use_bias=use_bias, impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      {"u": (W,), "gate": (W,)},
+      inner=W,
+      memory=(W,),
+      conv_size=conv_size,
+      conv_on=("u",),
+      conv_bias=True,
+      conv_activation=None,
+      use_bias=use_bias,
+      impl=impl,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.rglru = RGLRU(W, num_blocks, impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
   def mix(self, p, memory, documents):

@@ -52,16 +52,29 @@ class Hedgehog(KernelAttention):
   ):
     check_positive("head_dim", head_dim)
     super().__init__(
-      d_model, num_heads, head_dim, num_features=2 * head_dim, expand_v=expand_v, conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
-    identity = jnp.broadcast_to(jnp.eye(head_dim, dtype=param_dtype), (num_heads, head_dim, head_dim))
+      d_model,
+      num_heads,
+      head_dim,
+      num_features=2 * head_dim,
+      expand_v=expand_v,
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+    identity = jnp.broadcast_to(
+      jnp.eye(head_dim, dtype=param_dtype), (num_heads, head_dim, head_dim)
+    )
     self.q_map, self.k_map = nnx.Param(identity), nnx.Param(identity)
 
   def features(self, q, k, documents):
     return _both_signs(q, self.q_map[...]), _both_signs(k, self.k_map[...])
 
 
-def _both_signs(x: Float[Array, "B T H K"], weight: Float[Array, "H K K"]) -> Float[Array, "B T H 2*K"]:
+def _both_signs(
+  x: Float[Array, "B T H K"], weight: Float[Array, "H K K"]
+) -> Float[Array, "B T H 2*K"]:
   x = widen(jnp.einsum("bthk,hkf->bthf", x, weight.astype(x.dtype)))
   return jax.nn.softmax(jnp.concatenate([x, -x], axis=-1), axis=-1)

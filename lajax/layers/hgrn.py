@@ -36,7 +36,9 @@ def hgrn_lower_bounds(logits: Float[Array, "L *D"]) -> Float[Array, "L *D"]:
   arXiv:2311.04823, section 3.2.
   """
   if np.ndim(logits) < 1:
-    raise ValueError(f"`logits` must be [L ..], with the layers in front; got shape {np.shape(logits)}.")
+    raise ValueError(
+      f"`logits` must be [L ..], with the layers in front; got shape {np.shape(logits)}."
+    )
   shares = jax.nn.softmax(widen(logits), axis=0)
   return jnp.cumsum(shares.at[0].set(0), axis=0).astype(logits.dtype)
 
@@ -49,7 +51,9 @@ def lower_bound_of(bound: float | Array, shape: tuple[int, ...]) -> "float | Low
     return LowerBound(widen(jnp.asarray(bound)))
   number = float(bound)
   if not 0 <= number < 1:
-    raise ValueError(f"`lower_bound` must be in [0, 1), so that the gate can both keep and forget; got {number}.")
+    raise ValueError(
+      f"`lower_bound` must be in [0, 1), so that the gate can both keep and forget; got {number}."
+    )
   return number
 
 
@@ -112,10 +116,18 @@ class HGRN(Mixer):
     check_positive("width", width)
     W = width or d_model
     super().__init__(
-      d_model, {"i": (W,), "f": (W,)} | ({"gate": (W,)} if use_gate else {}), inner=W, memory=(W,),
-      conv_size=conv_size, conv_on=("i", "f"), conv_activation=None,
-      impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      {"i": (W,), "f": (W,)} | ({"gate": (W,)} if use_gate else {}),
+      inner=W,
+      memory=(W,),
+      conv_size=conv_size,
+      conv_on=("i", "f"),
+      conv_activation=None,
+      impl=impl,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.lower_bound = lower_bound_of(lower_bound, (W,))
     self.norm = GatedRMSNorm(W, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
 
@@ -123,5 +135,7 @@ class HGRN(Mixer):
     bound = self.lower_bound
     g, forgets = forget_gate(p["f"], bound[...] if isinstance(bound, LowerBound) else bound)
     i = forgets * jax.nn.silu(widen(p["i"]))
-    h, memory = linear_recurrence(i, g, initial_state=memory, segment_ids=documents.ids, impl=self.impl)
+    h, memory = linear_recurrence(
+      i, g, initial_state=memory, segment_ids=documents.ids, impl=self.impl
+    )
     return self.norm(h, p.get("gate")).astype(p["i"].dtype), memory

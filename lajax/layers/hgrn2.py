@@ -59,15 +59,26 @@ class HGRN2(Mixer):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
     projections = {"q": (H, K), "f": (H, K), "i": (H, V)} | ({"gate": (H * V,)} if use_gate else {})
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V),
-      conv_size=conv_size, conv_on=("q", "f", "i"), conv_activation=None,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      conv_on=("q", "f", "i"),
+      conv_activation=None,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.lower_bound = lower_bound_of(lower_bound, (H, K))
     self.norm = GatedRMSNorm(H * V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
 
   def mix(self, p, memory, documents):
     bound = self.lower_bound
     g, k = forget_gate(p["f"], bound[...] if isinstance(bound, LowerBound) else bound)
-    o, memory = self.run(linear_attention, jax.nn.silu(p["q"]), k, p["i"], g, memory=memory, documents=documents)
+    o, memory = self.run(
+      linear_attention, jax.nn.silu(p["q"]), k, p["i"], g, memory=memory, documents=documents
+    )
     return self.norm(jax.lax.collapse(o, 2), p.get("gate")), memory

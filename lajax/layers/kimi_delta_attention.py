@@ -7,7 +7,14 @@ from flax import nnx
 from lajax._numerics import l2_normalize
 from lajax._shapes import check_positive
 from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, bounded_decay, log_uniform_rate, softplus_decay, step_bias, widen
+from lajax.layers.parameters import (
+  GatedRMSNorm,
+  bounded_decay,
+  log_uniform_rate,
+  softplus_decay,
+  step_bias,
+  widen,
+)
 from lajax.ops import delta_rule
 
 
@@ -62,18 +69,33 @@ class KimiDeltaAttention(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, HV, K, V = num_heads, value_heads(num_heads, num_v_heads), head_dim, value_width(head_dim, expand_v)
+    H, HV, K, V = (
+      num_heads,
+      value_heads(num_heads, num_v_heads),
+      head_dim,
+      value_width(head_dim, expand_v),
+    )
     check_positive("gate_rank", gate_rank)
     if lower_bound is not None and not lower_bound < 0:
-      raise ValueError(f"`lower_bound` must be a negative log decay, such as -5.0, or None; got {lower_bound}.")
+      raise ValueError(
+        f"`lower_bound` must be a negative log decay, such as -5.0, or None; got {lower_bound}."
+      )
     R = V if gate_rank is None else gate_rank
     projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "f": (R,)} | (
       {"gate": (R,)} if use_gate else {}
     )
     super().__init__(
-      d_model, projections, inner=HV * V, memory=(HV, K, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=HV * V,
+      memory=(HV, K, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     linear = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.decay_proj = nnx.Linear(R, HV * K, use_bias=False, **linear)
     self.gate_proj = nnx.Linear(R, HV * V, **linear) if use_gate else None

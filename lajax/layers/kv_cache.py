@@ -49,7 +49,9 @@ class CachedMixer(Mixer):
     """An empty cache for documents of up to `max_length` tokens (None: the layer's own), or of any length in a window."""
     check_positive("max_length", max_length)
     state = super().init_state(batch)
-    return state if max_length is None else state._replace(memory=self.empty_cache(batch, max_length))
+    return (
+      state if max_length is None else state._replace(memory=self.empty_cache(batch, max_length))
+    )
 
   def init_memory(self, batch: int) -> Cache:
     return self.empty_cache(batch, self.max_length)
@@ -74,7 +76,9 @@ class CachedMixer(Mixer):
     bounded = self.window is None or capacity < self.window
     if bounded:
       _check_room(documents.length, capacity)
-    lost = (documents.position >= capacity) & (documents.length > capacity)[:, None] if bounded else None
+    lost = (
+      (documents.position >= capacity) & (documents.length > capacity)[:, None] if bounded else None
+    )
     now = jnp.zeros((B, T), jnp.int32) if documents.ids is None else documents.ids
     written = _write(cache, new, documents)
     if T == 1:  # the new token stands in the cache, in the place of one that it does not read
@@ -103,7 +107,9 @@ def _write(cache: Cache, new: Cache, documents: Documents) -> Cache:
     cache = tuple(jnp.where((current > 0)[..., None, None], 0, c) for c in cache)
   places = jnp.where(keep, documents.position % capacity, capacity)
   rows = jnp.arange(B)[:, None]
-  return tuple(c.at[rows, places].set(x.astype(c.dtype), mode="drop") for c, x in zip(cache, new, strict=True))
+  return tuple(
+    c.at[rows, places].set(x.astype(c.dtype), mode="drop") for c, x in zip(cache, new, strict=True)
+  )
 
 
 def _check_room(length: Int[Array, "B"], capacity: int) -> None:

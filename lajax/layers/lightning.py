@@ -60,12 +60,23 @@ class Lightning(Mixer):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
     check_positive("num_layers", num_layers)
     if not 0 <= layer_index < num_layers:
-      raise ValueError(f"`layer_index` must be in 0 .. num_layers - 1 = {num_layers - 1}; got {layer_index}.")
+      raise ValueError(
+        f"`layer_index` must be in 0 .. num_layers - 1 = {num_layers - 1}; got {layer_index}."
+      )
     projections = {"q": (H, K), "k": (H, K), "v": (H, V)} | ({"gate": (H * V,)} if use_gate else {})
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size, conv_activation=None,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      conv_activation=None,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.norm = GatedRMSNorm(H * V, "sigmoid", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.depth = 1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5
 
@@ -74,6 +85,12 @@ class Lightning(Mixer):
     H = q.shape[2]
     slopes = jnp.exp2(-8 * jnp.arange(1, H + 1, dtype=self.gate_dtype) / H) * self.depth
     o, memory = self.run(
-      linear_attention, q, k, v, jnp.broadcast_to(-slopes, q.shape[:3]), memory=memory, documents=documents
+      linear_attention,
+      q,
+      k,
+      v,
+      jnp.broadcast_to(-slopes, q.shape[:3]),
+      memory=memory,
+      documents=documents,
     )
     return self.norm(jax.lax.collapse(o, 2), p.get("gate")), memory

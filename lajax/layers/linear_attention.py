@@ -60,9 +60,17 @@ class KernelAttention(Mixer):
   ):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
     super().__init__(
-      d_model, {"q": (H, K), "k": (H, K), "v": (H, V)}, inner=H * V, memory=(H, num_features, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      {"q": (H, K), "k": (H, K), "v": (H, V)},
+      inner=H * V,
+      memory=(H, num_features, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.logarithmic, self.normalize = logarithmic, normalize
 
   def features(
@@ -144,9 +152,20 @@ class LinearAttention(KernelAttention):
     phi = _feature_map(feature_map)
     F = jax.eval_shape(phi, jax.ShapeDtypeStruct((1, 1, 1, head_dim), param_dtype)).shape[-1]
     super().__init__(
-      d_model, num_heads, head_dim, num_features=F, logarithmic=normalize and phi is scaled_exp, normalize=normalize,
-      expand_v=expand_v, conv_size=conv_size, impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      num_heads,
+      head_dim,
+      num_features=F,
+      logarithmic=normalize and phi is scaled_exp,
+      normalize=normalize,
+      expand_v=expand_v,
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.phi = phi
 
   def features(self, q, k, documents):

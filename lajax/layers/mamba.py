@@ -52,21 +52,39 @@ class Mamba(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    for name, value in {"d_model": d_model, "inner_dim": inner_dim, "state_dim": state_dim, "dt_rank": dt_rank}.items():
+    for name, value in {
+      "d_model": d_model,
+      "inner_dim": inner_dim,
+      "state_dim": state_dim,
+      "dt_rank": dt_rank,
+    }.items():
       check_positive(name, value)
     E, N, R = inner_dim or 2 * d_model, state_dim, dt_rank or -(-d_model // 16)
     super().__init__(
-      d_model, {"u": (E,), "z": (E,)}, inner=E, memory=(E, N), conv_size=conv_size, conv_on=("u",), conv_bias=True,
-      impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      {"u": (E,), "z": (E,)},
+      inner=E,
+      memory=(E, N),
+      conv_size=conv_size,
+      conv_on=("u",),
+      conv_bias=True,
+      impl=impl,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.x_proj = nnx.Linear(E, R + 2 * N, **linear)
     self.dt_proj = nnx.Linear(R, E, **linear)
-    self.A_log = nnx.Param(jnp.broadcast_to(jnp.log(jnp.arange(1, N + 1, dtype=self.gate_dtype)), (E, N)))
+    self.A_log = nnx.Param(
+      jnp.broadcast_to(jnp.log(jnp.arange(1, N + 1, dtype=self.gate_dtype)), (E, N))
+    )
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (E,), self.gate_dtype))
     self.D = nnx.Param(jnp.ones(E, self.gate_dtype))
     norm = lambda width: (
-      GatedRMSNorm(width, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if inner_norm else None
+      GatedRMSNorm(width, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+      if inner_norm
+      else None
     )
     self.dt_norm, self.B_norm, self.C_norm = norm(R), norm(N), norm(N)
     self.dt_rank, self.state_dim = R, N
@@ -84,5 +102,7 @@ class Mamba(Mixer):
     """o [B T E] from u [B T E], dt [B T E] before the softplus, and B and C [B T N]."""
     u, dt, B, C = widen(u), jax.nn.softplus(widen(dt)), widen(B), widen(C)
     x, log_a = (dt * u)[..., None] * B[:, :, None], -jnp.exp(self.A_log[...]) * dt[..., None]
-    h, memory = linear_recurrence(x, log_a, initial_state=memory, segment_ids=documents.ids, impl=self.impl)
+    h, memory = linear_recurrence(
+      x, log_a, initial_state=memory, segment_ids=documents.ids, impl=self.impl
+    )
     return jnp.einsum("btdn,btn->btd", h, C, precision="highest") + self.D[...] * u, memory

@@ -59,10 +59,19 @@ class Mamba2(Mixer):
     if H % G:
       raise ValueError(f"`num_groups` must divide num_heads = {H}; got {G}.")
     super().__init__(
-      d_model, {"u": (H, V), "B": (G, K), "C": (G, K), "z": (H, V), "dt": (H,)}, inner=H * V, memory=(H, K, V),
-      conv_size=conv_size, conv_on=("u", "B", "C"), conv_bias=True,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      {"u": (H, V), "B": (G, K), "C": (G, K), "z": (H, V), "dt": (H,)},
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      conv_on=("u", "B", "C"),
+      conv_bias=True,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
     self.D = nnx.Param(jnp.ones(H, self.gate_dtype))
@@ -79,5 +88,7 @@ class Mamba2(Mixer):
     """S_t^T C_t + D u_t from u [B T H V], B and C [B T G K], and dt [B T H] before the bias and the softplus."""
     u, dt = widen(u), jax.nn.softplus(widen(dt) + self.dt_bias[...])
     v, g = u * dt[..., None], -jnp.exp(self.A_log[...]) * dt
-    o, memory = self.run(linear_attention, C, B, v, g, scale=1.0, memory=memory, documents=documents)
+    o, memory = self.run(
+      linear_attention, C, B, v, g, scale=1.0, memory=memory, documents=documents
+    )
     return o + self.D[...][:, None] * u, memory

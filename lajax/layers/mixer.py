@@ -98,7 +98,9 @@ class Mixer(nnx.Module):
     """The mixer's equation: from the projections [B T *shape] and the memory (None: zeros) to outputs and memory."""
     raise NotImplementedError
 
-  def project(self, x: Array, cache: Array | None, documents: Documents) -> tuple[dict[str, Array], Array | None]:
+  def project(
+    self, x: Array, cache: Array | None, documents: Documents
+  ) -> tuple[dict[str, Array], Array | None]:
     """The projections [B T *shape] of an input that is zero at padding, and the cache that they leave."""
     projected = self.in_proj(x)
     if self.conv is None:
@@ -122,7 +124,12 @@ class Mixer(nnx.Module):
     return wide_dtype(self.param_dtype)
 
   def run(
-    self, op: Callable, *arrays: Array | None, memory, documents: Documents, scale: float | None = None
+    self,
+    op: Callable,
+    *arrays: Array | None,
+    memory,
+    documents: Documents,
+    scale: float | None = None,
   ) -> tuple[Array, Any]:
     """Calls an op on this layer's arrays with its memory, documents, impl and chunk size."""
     return op(
@@ -137,7 +144,11 @@ class Mixer(nnx.Module):
   # --- what all of them do ---
 
   def __call__(
-    self, x: Float[Array, "B T D"], state: LayerState | None = None, *, segment_ids: Int[Array, "B T"] | None = None
+    self,
+    x: Float[Array, "B T D"],
+    state: LayerState | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T D"], LayerState]:
     """Mixes the tokens of x behind a state.
 
@@ -162,14 +173,18 @@ class Mixer(nnx.Module):
     p, conv = self.project(documents.only_real(x), None if state is None else state.conv, documents)
     o, memory = self.mix(p, memory, documents)
     y = documents.only_real(self.out_proj(jax.lax.collapse(o, 2)))
-    memory = jax.tree.map(lambda s, like: s.astype(like.dtype), memory, jax.eval_shape(lambda: self.init_memory(B)))
+    memory = jax.tree.map(
+      lambda s, like: s.astype(like.dtype), memory, jax.eval_shape(lambda: self.init_memory(B))
+    )
     return y, LayerState(memory, conv, documents.segment, documents.length)
 
   def init_state(self, batch: int) -> LayerState:
     """The state before the first token: zeros, its size independent of the length of the sequence."""
     check_positive("batch", batch)
     conv = None if self.conv is None else self.conv.init_cache(batch)
-    return LayerState(self.init_memory(batch), conv, jnp.full(batch, -1, jnp.int32), jnp.zeros(batch, jnp.int32))
+    return LayerState(
+      self.init_memory(batch), conv, jnp.full(batch, -1, jnp.int32), jnp.zeros(batch, jnp.int32)
+    )
 
 
 Heads = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the parts of a projection
@@ -182,5 +197,10 @@ def _columns(heads: Heads) -> int:
 def _cut(projected: Float[Array, "B T columns"], heads: Heads) -> dict[str, Array]:
   """The parts of a projection, each [B T *shape]."""
   ends = accumulate(prod(shape) for _, shape in heads)
-  parts = jnp.split(projected, list(ends), axis=-1)[:-1]  # the last one is what lies behind all of them: nothing
-  return {name: part.reshape(*part.shape[:2], *shape) for (name, shape), part in zip(heads, parts, strict=True)}
+  parts = jnp.split(projected, list(ends), axis=-1)[
+    :-1
+  ]  # the last one is what lies behind all of them: nothing
+  return {
+    name: part.reshape(*part.shape[:2], *shape)
+    for (name, shape), part in zip(heads, parts, strict=True)
+  }

@@ -82,11 +82,18 @@ class MLA(CachedMixer):
     check_rotary(rope_theta, rope_dim)
     H, K, R, P, V = num_heads, head_dim, kv_rank, rope_dim, value_dim or head_dim
     super().__init__(
-      d_model, {"q": (H, K + P), "c": (1, R), "r": (1, P)}, inner=H * V,
-      impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      {"q": (H, K + P), "c": (1, R), "r": (1, P)},
+      inner=H * V,
+      impl=impl,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.norm = GatedRMSNorm(R, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
-    self.up_proj = nnx.Linear(R, H * (K + V), use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    self.up_proj = nnx.Linear(
+      R, H * (K + V), use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    )
     self.num_heads, self.head_dim, self.kv_rank, self.rope_dim = H, K, R, P
     self.max_length, self.rope_theta, self.scale = max_length, rope_theta, (K + P) ** -0.5
 
@@ -105,10 +112,18 @@ class MLA(CachedMixer):
     seen = self.extend(memory, (c, r), documents)
     return seen.only_kept(self._absorbed(q, seen, documents)), seen.cache
 
-  def _expanded(self, q: Float[Array, "B T H K+P"], c: Float[Array, "B T 1 R"], r: Float[Array, "B T 1 P"], documents):
+  def _expanded(
+    self,
+    q: Float[Array, "B T H K+P"],
+    c: Float[Array, "B T 1 R"],
+    r: Float[Array, "B T 1 P"],
+    documents,
+  ):
     """With the keys and values of every head: the fewest operations where queries and keys are the same tokens."""
     B, T, H, _ = q.shape
-    k, v = jnp.split(self.up_proj(c).reshape(B, T, H, self.up_proj.out_features // H), [self.head_dim], axis=-1)
+    k, v = jnp.split(
+      self.up_proj(c).reshape(B, T, H, self.up_proj.out_features // H), [self.head_dim], axis=-1
+    )
     k = jnp.concatenate([k, jnp.broadcast_to(r, (B, T, H, self.rope_dim)).astype(k.dtype)], axis=-1)
     return attention(q, k, v, scale=self.scale, segment_ids=documents.ids, impl=self.impl)
 
@@ -120,7 +135,14 @@ class MLA(CachedMixer):
     content, shared = jnp.split(q, [self.head_dim], axis=-1)
     q = jnp.concatenate([jnp.einsum("bthk,rhk->bthr", content, k_up), shared], axis=-1)
     o = attend(
-      q, jnp.concatenate([c, r], axis=-1), c, scale=self.scale, q_positions=documents.position, k_positions=seen.position,
-      q_segments=seen.q_segment, k_segments=seen.segment, impl="chunked" if self.impl in ("auto", "pallas") else self.impl,
-    )  # fmt: skip
+      q,
+      jnp.concatenate([c, r], axis=-1),
+      c,
+      scale=self.scale,
+      q_positions=documents.position,
+      k_positions=seen.position,
+      q_segments=seen.q_segment,
+      k_segments=seen.segment,
+      impl="chunked" if self.impl in ("auto", "pallas") else self.impl,
+    )
     return jnp.einsum("bthr,rhv->bthv", o, v_up)

@@ -57,13 +57,28 @@ class MLSTM(Mixer):
   ):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
     check_option("forget_gate", forget_gate, ("sigmoid", "exp"))
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "i": (H,), "f": (H,)} | ({"gate": (H, V)} if use_gate else {})
+    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "i": (H,), "f": (H,)} | (
+      {"gate": (H, V)} if use_gate else {}
+    )
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size, conv_on=("q", "k"),
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      conv_on=("q", "k"),
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.input_bias = nnx.Param(jnp.full(H, -10.0, self.gate_dtype))
-    first = jnp.zeros(H, self.gate_dtype) if forget_gate == "exp" else jnp.linspace(3.0, 6.0, H, dtype=self.gate_dtype)
+    first = (
+      jnp.zeros(H, self.gate_dtype)
+      if forget_gate == "exp"
+      else jnp.linspace(3.0, 6.0, H, dtype=self.gate_dtype)
+    )
     self.forget_bias = nnx.Param(first)
     self.norm = GatedRMSNorm(V, "sigmoid", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.forget_gate = forget_gate

@@ -42,7 +42,10 @@ def softplus_decay(
 
 
 def bounded_decay(
-  a: Float[Array, "..."], A_log: Float[Array, "..."], dt_bias: Float[Array, "..."], lower_bound: float
+  a: Float[Array, "..."],
+  A_log: Float[Array, "..."],
+  dt_bias: Float[Array, "..."],
+  lower_bound: float,
 ) -> Float[Array, "..."]:
   """g = lower_bound sigmoid(exp(A_log) (a + dt_bias)): a natural-log decay in (lower_bound, 0), in float32 at least."""
   return lower_bound * jax.nn.sigmoid(jnp.exp(A_log) * (widen(a) + dt_bias))
@@ -54,7 +57,9 @@ def log_uniform_rate(key: Array, shape: tuple[int, ...], low: float, high: float
   return jnp.log(jax.random.uniform(key, shape, dtype, max(low, float(tiny)), high))
 
 
-def step_bias(key: Array, shape: tuple[int, ...], dtype, low: float = 1e-3, high: float = 1e-1) -> Array:
+def step_bias(
+  key: Array, shape: tuple[int, ...], dtype, low: float = 1e-3, high: float = 1e-1
+) -> Array:
   """dt_bias with softplus(dt_bias) = dt, dt log-uniform in [low, high]."""
   dt = jnp.exp(jax.random.uniform(key, shape, dtype, jnp.log(low), jnp.log(high)))
   return dt + jnp.log(-jnp.expm1(-dt))
@@ -80,20 +85,40 @@ class GatedRMSNorm(nnx.Module):
   """
 
   def __init__(
-    self, width: int, activation: str = "swish", *, eps: float = 1e-5, impl: str = "auto", param_dtype=jnp.float32
+    self,
+    width: int,
+    activation: str = "swish",
+    *,
+    eps: float = 1e-5,
+    impl: str = "auto",
+    param_dtype=jnp.float32,
   ):
     check_option("impl", impl, IMPLS)
     if activation not in GATES:
-      raise ValueError(f"`activation` must be one of {', '.join(map(repr, GATES))}; got {activation!r}.")
+      raise ValueError(
+        f"`activation` must be one of {', '.join(map(repr, GATES))}; got {activation!r}."
+      )
     self.weight = nnx.Param(jnp.ones(width, param_dtype))
     self.activation, self.eps, self.impl = activation, eps, impl
 
-  def __call__(self, x: Float[Array, "... D"], gate: Float[Array, "... D"] | None = None) -> Float[Array, "... D"]:
+  def __call__(
+    self, x: Float[Array, "... D"], gate: Float[Array, "... D"] | None = None
+  ) -> Float[Array, "... D"]:
     """Normalises x; without a gate this is RMSNorm."""
-    if pallas.wanted(self.impl) and x.size and pallas.supports_gated_rms_norm(x, self.weight[...], gate) is None:
-      return pallas.run_gated_rms_norm(x, self.weight[...], gate, activation=self.activation, eps=self.eps)
+    if (
+      pallas.wanted(self.impl)
+      and x.size
+      and pallas.supports_gated_rms_norm(x, self.weight[...], gate) is None
+    ):
+      return pallas.run_gated_rms_norm(
+        x, self.weight[...], gate, activation=self.activation, eps=self.eps
+      )
     wide = widen(x)
-    y = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.eps) * over_tokens(self.weight[...], x.shape)
+    y = (
+      wide
+      * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.eps)
+      * over_tokens(self.weight[...], x.shape)
+    )
     if gate is not None:
       y = y * GATES[self.activation](widen(gate))
     return y.astype(x.dtype)
@@ -102,7 +127,9 @@ class GatedRMSNorm(nnx.Module):
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
-def rotate(x: Float[Array, "B T H K"], position: Int[Array, "B T"], theta: float = 10_000.0) -> Float[Array, "B T H K"]:
+def rotate(
+  x: Float[Array, "B T H K"], position: Int[Array, "B T"], theta: float = 10_000.0
+) -> Float[Array, "B T H K"]:
   """Rotary position embedding: the pair (x_i, x_{i + K/2}) is turned by the angle position * theta^(-2i/K).
 
   Paper: J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv:2104.09864, equation 34
@@ -114,7 +141,9 @@ def rotate(x: Float[Array, "B T H K"], position: Int[Array, "B T"], theta: float
   angle = position[..., None, None].astype(wide.dtype) * frequency
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   first, second = wide[..., :half], wide[..., half:]
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(
+    x.dtype
+  )
 
 
 def check_rotary(theta: float | None, width: int) -> None:

@@ -59,10 +59,22 @@ class Performer(KernelAttention):
     check_positive("head_dim", head_dim)
     check_positive("num_features", num_features)
     super().__init__(
-      d_model, num_heads, head_dim, num_features=num_features, logarithmic=True, expand_v=expand_v, conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
-    self.projection = RandomFeatures(orthogonal_projection(rngs.params(), head_dim, num_features, self.gate_dtype))
+      d_model,
+      num_heads,
+      head_dim,
+      num_features=num_features,
+      logarithmic=True,
+      expand_v=expand_v,
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+    self.projection = RandomFeatures(
+      orthogonal_projection(rngs.params(), head_dim, num_features, self.gate_dtype)
+    )
 
   def redraw(self, rngs: nnx.Rngs) -> None:
     """Draws new directions. A state from before holds sums of the old features: begin anew from `init_state`."""

@@ -56,16 +56,27 @@ class RetNet(Mixer):
     check_rotary(rope_theta, K)
     projections = {"q": (H, K), "k": (H, K), "v": (H, V)} | ({"gate": (H, V)} if use_gate else {})
     super().__init__(
-      d_model, projections, inner=H * V, memory=(H, K, V), conv_size=conv_size,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=H * V,
+      memory=(H, K, V),
+      conv_size=conv_size,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
     self.rope_theta = rope_theta
 
   def mix(self, p, memory, documents):
     q, k = p["q"], p["k"]
     if self.rope_theta is not None:
-      q, k = rotate(q, documents.position, self.rope_theta), rotate(k, documents.position, self.rope_theta)
+      q, k = (
+        rotate(q, documents.position, self.rope_theta),
+        rotate(k, documents.position, self.rope_theta),
+      )
     heads = jnp.arange(q.shape[2], dtype=self.gate_dtype)
     g = jnp.broadcast_to(jnp.log1p(-jnp.exp2(-5 - heads)), q.shape[:3])
     o, memory = self.run(linear_attention, q, k, p["v"], g, memory=memory, documents=documents)

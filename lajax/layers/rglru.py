@@ -50,9 +50,13 @@ class RGLRU(nnx.Module):
     check_positive("num_blocks", num_blocks)
     check_option("impl", impl, IMPLS)
     if channels % num_blocks:
-      raise ValueError(f"`num_blocks` must divide channels = {channels}; got {num_blocks}. Take a divisor of it.")
+      raise ValueError(
+        f"`num_blocks` must divide channels = {channels}; got {num_blocks}. Take a divisor of it."
+      )
     width, wide = channels // num_blocks, wide_dtype(param_dtype)
-    matrix = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=0)
+    matrix = jax.nn.initializers.variance_scaling(
+      1.0, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=0
+    )
     # The gates r and i, side by side.
     self.gates = nnx.Param(matrix(rngs.params(), (num_blocks, width, 2 * width), param_dtype))
     self.gates_bias = nnx.Param(jnp.zeros((num_blocks, 2 * width), wide))
@@ -61,7 +65,11 @@ class RGLRU(nnx.Module):
     self.dtype, self.param_dtype = dtype, param_dtype
 
   def __call__(
-    self, x: Float[Array, "B T D"], state: LayerState | None = None, *, segment_ids: Int[Array, "B T"] | None = None
+    self,
+    x: Float[Array, "B T D"],
+    state: LayerState | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T D"], LayerState]:
     """The recurrence over x, continuing from a state; returns y and the state after the last real token of each row."""
     sizes = check({"D": self.channels}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
@@ -69,7 +77,9 @@ class RGLRU(nnx.Module):
     documents = follow(state, (sizes["B"], sizes["T"]), segment_ids)
     memory = None if state is None else documents.only_continued(state.memory)
     y, memory = self.recur(documents.only_real(x), memory, documents)
-    return y, LayerState(memory.astype(self._state_dtype), None, documents.segment, documents.length)
+    return y, LayerState(
+      memory.astype(self._state_dtype), None, documents.segment, documents.length
+    )
 
   def init_state(self, batch: int) -> LayerState:
     """The state before the first token: zeros."""
@@ -81,7 +91,9 @@ class RGLRU(nnx.Module):
   def _state_dtype(self) -> jnp.dtype:
     return wide_dtype(self.dtype or self.param_dtype)
 
-  def recur(self, x: Float[Array, "B T D"], memory: Array | None, documents: Documents) -> tuple[Array, Array]:
+  def recur(
+    self, x: Float[Array, "B T D"], memory: Array | None, documents: Documents
+  ) -> tuple[Array, Array]:
     """h [B T D] behind a memory [B D], and the memory after the last real token; x must be zero at the padding."""
     dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
     blocks = x.reshape(*x.shape[:2], self.num_blocks, x.shape[-1] // self.num_blocks)
@@ -91,7 +103,9 @@ class RGLRU(nnx.Module):
     start = (documents.position == 0)[..., None]
     log_a = jnp.where(start, -jnp.inf, -SHARPNESS * r * jax.nn.softplus(self.Lambda[...]))
     written = _input_scale(log_a) * i * widen(x)
-    h, memory = linear_recurrence(written, log_a, initial_state=memory, segment_ids=documents.ids, impl=self.impl)
+    h, memory = linear_recurrence(
+      written, log_a, initial_state=memory, segment_ids=documents.ids, impl=self.impl
+    )
     return h.astype(dtype), memory
 
 

@@ -58,14 +58,23 @@ class RWKV6(TokenShiftMixer):
     check_positive("decay_rank", decay_rank)
     check_positive("shift_rank", shift_rank)
     super().__init__(
-      d_model, {"k": (H, K), "v": (H, V), "r": (H, K), "gate": (H, V)}, inner=H * V, memory=(H, K, V),
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      {"k": (H, K), "v": (H, V), "r": (H, K), "gate": (H, V)},
+      inner=H * V,
+      memory=(H, K, V),
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.mu_x = nnx.Param(jnp.full(d_model, 0.5, param_dtype))
     self.mu = nnx.Param(jnp.full((len(SHIFTED), d_model), 0.5, param_dtype))
     self.shift_down = nnx.Linear(d_model, len(SHIFTED) * shift_rank, use_bias=False, **options)
-    self.shift_up = nnx.Param(0.01 * jax.random.normal(rngs.params(), (len(SHIFTED), shift_rank, d_model), param_dtype))
+    self.shift_up = nnx.Param(
+      0.01 * jax.random.normal(rngs.params(), (len(SHIFTED), shift_rank, d_model), param_dtype)
+    )
     first = jnp.tile(jnp.linspace(-6.0, -1.0, K, dtype=self.gate_dtype), H)
     self.decay = LowRank(d_model, decay_rank, H * K, jnp.tanh, bias=first, **options)
     self.bonus = nnx.Param(0.5 * jax.random.normal(rngs.params(), (H, K), self.gate_dtype))
@@ -74,7 +83,9 @@ class RWKV6(TokenShiftMixer):
   def inputs(self, x, change):
     m = jnp.tanh(self.shift_down(x + change * self.mu_x[...]))
     m = jnp.einsum(
-      "btir,ird->ibtd", m.reshape(*x.shape[:2], len(SHIFTED), m.shape[-1] // len(SHIFTED)), self.shift_up[...]
+      "btir,ird->ibtd",
+      m.reshape(*x.shape[:2], len(SHIFTED), m.shape[-1] // len(SHIFTED)),
+      self.shift_up[...],
     )
     mixed = x + change * (self.mu[...][:, None, None] + m)
     return dict(zip(SHIFTED, mixed, strict=True))
@@ -82,7 +93,15 @@ class RWKV6(TokenShiftMixer):
   def mix(self, p, memory, documents):
     w = -jnp.exp(self.decay(p["w"])).reshape(p["k"].shape)
     o, memory = linear_attention(
-      p["r"], p["k"], p["v"], w, scale=1.0, bonus=self.bonus[...], initial_state=memory, segment_ids=documents.ids,
-      impl=self.impl, chunk_size=self.chunk_size,
-    )  # fmt: skip
+      p["r"],
+      p["k"],
+      p["v"],
+      w,
+      scale=1.0,
+      bonus=self.bonus[...],
+      initial_state=memory,
+      segment_ids=documents.ids,
+      impl=self.impl,
+      chunk_size=self.chunk_size,
+    )
     return self.norm(o) * jax.nn.silu(p["gate"]), memory

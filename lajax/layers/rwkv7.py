@@ -61,17 +61,30 @@ class RWKV7(TokenShiftMixer):
     rngs: nnx.Rngs,
   ):
     H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    for name, rank in (("decay_rank", decay_rank), ("iclr_rank", iclr_rank), ("gate_rank", gate_rank)):
+    for name, rank in (
+      ("decay_rank", decay_rank),
+      ("iclr_rank", iclr_rank),
+      ("gate_rank", gate_rank),
+    ):
       check_positive(name, rank)
     super().__init__(
-      d_model, {"r": (H, K), "k": (H, K), "v": (H, V)}, inner=H * V, memory=(H, K, V),
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      {"r": (H, K), "k": (H, K), "v": (H, V)},
+      inner=H * V,
+      memory=(H, K, V),
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.mu = nnx.Param(jnp.full((len(SHIFTED), d_model), 0.5, param_dtype))
     first = jnp.tile(jnp.linspace(-6.0, 1.0, K, dtype=self.gate_dtype), H)
     self.decay = LowRank(d_model, decay_rank, H * K, jnp.tanh, bias=first, **options)
-    self.iclr = LowRank(d_model, iclr_rank, H * K, bias=jnp.zeros(H * K, self.gate_dtype), **options)
+    self.iclr = LowRank(
+      d_model, iclr_rank, H * K, bias=jnp.zeros(H * K, self.gate_dtype), **options
+    )
     self.gate_down = nnx.Linear(d_model, gate_rank, use_bias=False, **options)
     self.gate_up = nnx.Linear(gate_rank, H * V, use_bias=False, **options)
     self.removal = nnx.Param(jnp.full((H, K), 0.85, self.gate_dtype))  # kk
@@ -88,7 +101,9 @@ class RWKV7(TokenShiftMixer):
     a = jax.nn.sigmoid(self.iclr(p["iclr"])).reshape(k.shape)
     kappa = l2_normalize(k * self.removal[...])
     k = k * (1 + (a - 1) * self.replacement[...])
-    o, memory = self.run(dplr, r, k, v, -kappa, kappa * a, w, memory=memory, documents=documents, scale=1.0)
+    o, memory = self.run(
+      dplr, r, k, v, -kappa, kappa * a, w, memory=memory, documents=documents, scale=1.0
+    )
     own = (widen(r) * k * self.own[...]).sum(-1, keepdims=True) * widen(v)
     gate = self.gate_up(jax.nn.sigmoid(self.gate_down(p["gate"]))).reshape(o.shape)
     return ((widen(self.norm(o)) + own) * widen(gate)).astype(o.dtype), memory

@@ -80,12 +80,24 @@ class SoftmaxAttention(CachedMixer):
     H, HK, K = num_heads, num_kv_heads or num_heads, head_dim
     if H % HK:
       raise ValueError(f"`num_kv_heads` must divide num_heads = {H}; got {HK}.")
-    projections = {"q": (H, K), "k": (HK, K), "v": (HK, K)} | ({"gate": (H, K)} if output_gate else {})
+    projections = {"q": (H, K), "k": (HK, K), "v": (HK, K)} | (
+      {"gate": (H, K)} if output_gate else {}
+    )
     super().__init__(
-      d_model, projections, inner=H * K, memory=(HK, K), conv_size=conv_size, conv_activation=None,
-      impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
-    norm = lambda: GatedRMSNorm(K, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if qk_norm else None
+      d_model,
+      projections,
+      inner=H * K,
+      memory=(HK, K),
+      conv_size=conv_size,
+      conv_activation=None,
+      impl=impl,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+    norm = lambda: (
+      GatedRMSNorm(K, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if qk_norm else None
+    )
     self.q_norm, self.k_norm = norm(), norm()
     self.sink = nnx.Param(jnp.zeros(H, self.gate_dtype)) if sink else None
     self.window, self.max_length, self.rope_theta = window, max_length, rope_theta
@@ -99,7 +111,10 @@ class SoftmaxAttention(CachedMixer):
     if self.q_norm is not None and self.k_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
     if self.rope_theta is not None:
-      q, k = rotate(q, documents.position, self.rope_theta), rotate(k, documents.position, self.rope_theta)
+      q, k = (
+        rotate(q, documents.position, self.rope_theta),
+        rotate(k, documents.position, self.rope_theta),
+      )
     sink = None if self.sink is None else self.sink[...]
     options = {"window": self.window, "sink": sink}
     if memory is None:
@@ -115,7 +130,14 @@ class SoftmaxAttention(CachedMixer):
     seen = self.extend(cache, (k, v), documents)
     keys, values = seen.arrays
     o = attend(
-      q, keys.astype(q.dtype), values.astype(v.dtype), q_positions=documents.position, k_positions=seen.position,
-      q_segments=seen.q_segment, k_segments=seen.segment, impl="chunked" if self.impl in ("auto", "pallas") else self.impl, **options,
-    )  # fmt: skip
+      q,
+      keys.astype(q.dtype),
+      values.astype(v.dtype),
+      q_positions=documents.position,
+      k_positions=seen.position,
+      q_segments=seen.q_segment,
+      k_segments=seen.segment,
+      impl="chunked" if self.impl in ("auto", "pallas") else self.impl,
+      **options,
+    )
     return seen.only_kept(o), seen.cache

@@ -67,11 +67,30 @@ class TokenShiftMixer(Mixer):
   Args: those of `Mixer` but the convolution's.
   """
 
-  def __init__(self, d_model: int, projections, *, inner, memory, impl, chunk_size, dtype, param_dtype, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    d_model: int,
+    projections,
+    *,
+    inner,
+    memory,
+    impl,
+    chunk_size,
+    dtype,
+    param_dtype,
+    rngs: nnx.Rngs,
+  ):
     super().__init__(
-      d_model, projections, inner=inner, memory=memory,
-      impl=impl, chunk_size=chunk_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip
+      d_model,
+      projections,
+      inner=inner,
+      memory=memory,
+      impl=impl,
+      chunk_size=chunk_size,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
     self.conv = nnx.data(TokenShift(d_model, dtype=dtype, param_dtype=param_dtype))
 
   def inputs(self, x: Float[Array, "B T D"], change: Float[Array, "B T D"]) -> dict[str, Array]:
@@ -86,7 +105,9 @@ class TokenShiftMixer(Mixer):
     for name, shape in self.direct:
       width = prod(shape)
       columns = kernel[:, start : start + width]
-      p[name] = jnp.matmul(p[name].astype(dtype), columns.astype(dtype)).reshape(*x.shape[:2], *shape)
+      p[name] = jnp.matmul(p[name].astype(dtype), columns.astype(dtype)).reshape(
+        *x.shape[:2], *shape
+      )
       start += width
     return p, cache
 

@@ -29,7 +29,11 @@ class GatedShortConv(nnx.Module):
     self.conv = ShortConv(d_model, width, use_bias=True, activation=None, rngs=rngs)
 
   def __call__(
-    self, x: Float[Array, "B T D"], state: LayerState | None = None, *, segment_ids: Int[Array, "B T"] | None = None
+    self,
+    x: Float[Array, "B T D"],
+    state: LayerState | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T D"], LayerState]:
     """Convolves and gates x, continuing from a state; returns the outputs and the state behind them."""
     y, state = self.conv(x, state, segment_ids=segment_ids)
@@ -53,7 +57,9 @@ class RecallModel(nnx.Module):
     rngs: the random streams of the parameters.
   """
 
-  def __init__(self, vocab_size: int, d_model: int, layers: Sequence[Callable[..., Any]], *, rngs: nnx.Rngs):
+  def __init__(
+    self, vocab_size: int, d_model: int, layers: Sequence[Callable[..., Any]], *, rngs: nnx.Rngs
+  ):
     self.embed = nnx.Embed(vocab_size, d_model, rngs=rngs)
     self.layers = nnx.List([make(rngs=rngs) for make in layers])
     self.norms = nnx.List([nnx.RMSNorm(d_model, rngs=rngs) for _ in layers])
@@ -61,14 +67,22 @@ class RecallModel(nnx.Module):
     self.head = nnx.Linear(d_model, vocab_size, use_bias=False, rngs=rngs)
 
   def __call__(
-    self, tokens: Int[Array, "B T"], state: list | None = None, *, segment_ids: Int[Array, "B T"] | None = None
+    self,
+    tokens: Int[Array, "B T"],
+    state: list | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T vocab_size"], list]:
     """Logits after every token, and the state behind the last: what a layer returns, for a model."""
     x, state = self.hidden(tokens, state, segment_ids=segment_ids)
     return self.head(x), state
 
   def hidden(
-    self, tokens: Int[Array, "B T"], state: list | None = None, *, segment_ids: Int[Array, "B T"] | None = None
+    self,
+    tokens: Int[Array, "B T"],
+    state: list | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T D"], list]:
     """What the output head reads, and the state behind the last token."""
     x = self.embed(tokens)
@@ -79,7 +93,9 @@ class RecallModel(nnx.Module):
       after.append(left)
     return self.final_norm(x), after
 
-  def answers(self, tokens: Int[Array, "B T"], positions: Int[Array, "B P"]) -> Float[Array, "B P vocab_size"]:
+  def answers(
+    self, tokens: Int[Array, "B T"], positions: Int[Array, "B P"]
+  ) -> Float[Array, "B P vocab_size"]:
     """Logits at P positions of each row only: the head, the widest product of a small model, runs nowhere else."""
     x, _ = self.hidden(tokens)
     return self.head(jnp.take_along_axis(x, positions[:, :, None], axis=1))
@@ -115,7 +131,10 @@ def recall_loss(
   """
   positions = masked_positions(mask, count)
   logits = model.answers(inputs, positions)
-  labels, asked = jnp.take_along_axis(targets, positions, axis=1), jnp.take_along_axis(mask, positions, axis=1)
+  labels, asked = (
+    jnp.take_along_axis(targets, positions, axis=1),
+    jnp.take_along_axis(mask, positions, axis=1),
+  )
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
   right = jnp.where(asked, (logits.argmax(-1) == labels).astype(jnp.int32), -1)
   return jnp.where(asked, losses, 0).sum() / jnp.maximum(asked.sum(), 1), right

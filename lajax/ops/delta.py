@@ -60,23 +60,50 @@ def delta_rule(
   2025, arXiv:2510.26692, equation 1.
   """
   sizes = _shapes.check(
-    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), beta=(beta, "B T HV"), g=(g, "B T HV | B T HV K"),
-    erase=(erase, "B T HV K"), write=(write, "B T HV V"),
-    initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
-  )  # fmt: skip
+    q=(q, "B T H K"),
+    k=(k, "B T H K"),
+    v=(v, "B T HV V"),
+    beta=(beta, "B T HV"),
+    g=(g, "B T HV | B T HV K"),
+    erase=(erase, "B T HV K"),
+    write=(write, "B T HV V"),
+    initial_state=(initial_state, "B HV K V"),
+    segment_ids=(segment_ids, "B T", "int"),
+  )
   _shapes.check_strengths(beta, erase, write)
   _shapes.check_not_nan(segment_ids, g=g, beta=beta, erase=erase, write=write)
   kernels, takes, strengths = pallas.run_delta_rule, pallas.supports_delta_rule, (beta,)
   if erase is not None:
-    kernels, takes, strengths = pallas.run_delta_rule_by_channel, pallas.supports_delta_rule_by_channel, (erase, write)
+    kernels, takes, strengths = (
+      pallas.run_delta_rule_by_channel,
+      pallas.supports_delta_rule_by_channel,
+      (erase, write),
+    )
   supports = functools.partial(takes, q, k, v, *strengths, g, initial_state, chunk_size=chunk_size)
   if use_kernels(impl, supports, sizes):
     tokens = (q, k, v, *(cast(x, jnp.float32) for x in (*strengths, g)))
-    return by_kernels(kernels, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
-  dtype, precision = accumulation_dtype(q, k, v, beta, g, erase, write, initial_state), product_precision(q, k, v)
-  tokens = _delta.Tokens(*(cast(x, dtype) for x in (q, k, v, beta if erase is None else erase, write, g)))
+    return by_kernels(
+      kernels, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size
+    )
+  dtype, precision = (
+    accumulation_dtype(q, k, v, beta, g, erase, write, initial_state),
+    product_precision(q, k, v),
+  )
+  tokens = _delta.Tokens(
+    *(cast(x, dtype) for x in (q, k, v, beta if erase is None else erase, write, g))
+  )
   state = first_state(initial_state, sizes, dtype)
-  o, state = run(_delta.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
+  o, state = run(
+    _delta.rule,
+    tokens,
+    state,
+    segment_ids,
+    sizes,
+    impl,
+    chunk_size,
+    precision,
+    _shapes.scale_of(scale, sizes),
+  )
   return o.astype(v.dtype), state
 
 
@@ -125,19 +152,36 @@ def delta_product(
   arXiv:2502.10297, equation 4.
   """
   sizes = _shapes.check(
-    q=(q, "B T H K"), k=(k, "B T R H K"), v=(v, "B T R HV V"), beta=(beta, "B T R HV"), g=(g, "B T HV | B T HV K"),
-    initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
-  )  # fmt: skip
+    q=(q, "B T H K"),
+    k=(k, "B T R H K"),
+    v=(v, "B T R HV V"),
+    beta=(beta, "B T R HV"),
+    g=(g, "B T HV | B T HV K"),
+    initial_state=(initial_state, "B HV K V"),
+    segment_ids=(segment_ids, "B T", "int"),
+  )
   _shapes.check_not_nan(segment_ids, g=g, beta=beta)
   R = sizes["R"]
   if R == 0:
-    raise ValueError("`k` must be [B T R H K] with R of at least 1, the corrections of a token; got R = 0.")
+    raise ValueError(
+      "`k` must be [B T R H K] with R of at least 1, the corrections of a token; got R = 0."
+    )
   steps = lambda x: lax.collapse(x, 1, 3)
-  alone = lambda x, r: steps(jnp.pad(x[:, :, None], [(0, 0), (0, 0), (r, R - 1 - r)] + [(0, 0)] * (x.ndim - 2)))
+  alone = lambda x, r: steps(
+    jnp.pad(x[:, :, None], [(0, 0), (0, 0), (r, R - 1 - r)] + [(0, 0)] * (x.ndim - 2))
+  )
   o, state = delta_rule(
-    alone(q, R - 1), steps(k), steps(v), steps(beta), None if g is None else alone(g, 0), scale=scale, initial_state=initial_state,
-    segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, R, axis=1), chunk_size=chunk_size, impl=impl,
-  )  # fmt: skip
+    alone(q, R - 1),
+    steps(k),
+    steps(v),
+    steps(beta),
+    None if g is None else alone(g, 0),
+    scale=scale,
+    initial_state=initial_state,
+    segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, R, axis=1),
+    chunk_size=chunk_size,
+    impl=impl,
+  )
   return o[:, R - 1 :: R], state
 
 
@@ -182,14 +226,31 @@ def gated_oja(
   weights: Irie et al., "Images as Weight Matrices", 2022, arXiv:2210.06184, equation 6.
   """
   sizes = _shapes.check(
-    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), beta=(beta, "B T HV"), g=(g, "B T HV | B T HV V"),
-    initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
-  )  # fmt: skip
+    q=(q, "B T H K"),
+    k=(k, "B T H K"),
+    v=(v, "B T HV V"),
+    beta=(beta, "B T HV"),
+    g=(g, "B T HV | B T HV V"),
+    initial_state=(initial_state, "B HV K V"),
+    segment_ids=(segment_ids, "B T", "int"),
+  )
   _shapes.check_not_nan(segment_ids, g=g, beta=beta)
   dtype, precision = accumulation_dtype(q, k, v, beta, g, initial_state), product_precision(q, k, v)
-  tokens = _delta.Tokens(*(cast(x, dtype) for x in (q, v, k, beta, None, g)))  # keys and values exchanged
+  tokens = _delta.Tokens(
+    *(cast(x, dtype) for x in (q, v, k, beta, None, g))
+  )  # keys and values exchanged
   state = jnp.swapaxes(first_state(initial_state, sizes, dtype), -1, -2)
-  o, state = run(_delta.by_rows, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
+  o, state = run(
+    _delta.by_rows,
+    tokens,
+    state,
+    segment_ids,
+    sizes,
+    impl,
+    chunk_size,
+    precision,
+    _shapes.scale_of(scale, sizes),
+  )
   return o.reshape(v.shape).astype(v.dtype), jnp.swapaxes(state, -1, -2)
 
 
@@ -235,16 +296,39 @@ def dplr(
   2025, arXiv:2506.02475 (a = p, b = -beta k).
   """
   sizes = _shapes.check(
-    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), a=(a, "B T H K"), b=(b, "B T H K"),
-    g=(g, "B T HV | B T HV K"), initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
-  )  # fmt: skip
+    q=(q, "B T H K"),
+    k=(k, "B T H K"),
+    v=(v, "B T HV V"),
+    a=(a, "B T H K"),
+    b=(b, "B T H K"),
+    g=(g, "B T HV | B T HV K"),
+    initial_state=(initial_state, "B HV K V"),
+    segment_ids=(segment_ids, "B T", "int"),
+  )
   _shapes.check_not_nan(segment_ids, g=g)
-  supports = functools.partial(pallas.supports_dplr, q, k, v, a, b, g, initial_state, chunk_size=chunk_size)
+  supports = functools.partial(
+    pallas.supports_dplr, q, k, v, a, b, g, initial_state, chunk_size=chunk_size
+  )
   if use_kernels(impl, supports, sizes):
     tokens = (q, k, v, a, b, cast(g, jnp.float32))
-    return by_kernels(pallas.run_dplr, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size)
-  dtype, precision = accumulation_dtype(q, k, v, a, b, g, initial_state), product_precision(q, k, v, a, b)
+    return by_kernels(
+      pallas.run_dplr, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size
+    )
+  dtype, precision = (
+    accumulation_dtype(q, k, v, a, b, g, initial_state),
+    product_precision(q, k, v, a, b),
+  )
   tokens = _dplr.Tokens(*(cast(x, dtype) for x in (q, k, v, a, b, g)))
   state = first_state(initial_state, sizes, dtype)
-  o, state = run(_dplr.rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
+  o, state = run(
+    _dplr.rule,
+    tokens,
+    state,
+    segment_ids,
+    sizes,
+    impl,
+    chunk_size,
+    precision,
+    _shapes.scale_of(scale, sizes),
+  )
   return o.astype(v.dtype), state

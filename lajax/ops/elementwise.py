@@ -48,9 +48,11 @@ def linear_recurrence(
   """
   channels = " ".join(f"D{n}" for n in range(np.ndim(x) - 2))
   sizes = _shapes.check(
-    x=(x, f"B T {channels}"), log_a=(log_a, f"B T {channels}"), initial_state=(initial_state, f"B {channels}"),
+    x=(x, f"B T {channels}"),
+    log_a=(log_a, f"B T {channels}"),
+    initial_state=(initial_state, f"B {channels}"),
     segment_ids=(segment_ids, "B T", "int"),
-  )  # fmt: skip
+  )
   _shapes.check_not_nan(segment_ids, log_a=log_a)
   supports = functools.partial(pallas.supports_linear_recurrence, x, log_a, initial_state)
   if use_kernels(impl, supports, sizes):
@@ -58,7 +60,11 @@ def linear_recurrence(
     return _by_kernels(x, log_a, initial_state, segment_ids)
   dtype = accumulation_dtype(x, log_a, initial_state)
   flat = lambda a: a.astype(dtype).reshape(*x.shape[:2], 1, math.prod(x.shape[2:]))
-  h0 = jnp.zeros((x.shape[0], *x.shape[2:]), dtype) if initial_state is None else initial_state.astype(dtype)
+  h0 = (
+    jnp.zeros((x.shape[0], *x.shape[2:]), dtype)
+    if initial_state is None
+    else initial_state.astype(dtype)
+  )
   tokens = _elementwise.Tokens(flat(x), flat(log_a))
   one_head = {**sizes, "H": 1, "HV": 1}
   h, state = run(
@@ -76,7 +82,9 @@ def linear_recurrence(
 
 def _by_kernels(x, log_a, initial_state, segment_ids):
   shape = (x.shape[0], *x.shape[2:])
-  state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
+  state = (
+    jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
+  )
   return (x, state) if x.size == 0 else _compute_by_kernels(x, log_a, state, segment_ids)
 
 

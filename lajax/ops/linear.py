@@ -63,14 +63,22 @@ def linear_attention(
   equation 3; bonus: Peng et al., "Eagle and Finch" (RWKV-6), 2024, arXiv:2404.05892, Finch.
   """
   sizes = _shapes.check(
-    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"), bonus=(bonus, "H K"),
-    initial_state=(initial_state, "B HV K V"), segment_ids=(segment_ids, "B T", "int"),
-  )  # fmt: skip
+    q=(q, "B T H K"),
+    k=(k, "B T H K"),
+    v=(v, "B T HV V"),
+    g=(g, "B T HV | B T HV K"),
+    bonus=(bonus, "H K"),
+    initial_state=(initial_state, "B HV K V"),
+    segment_ids=(segment_ids, "B T", "int"),
+  )
   _shapes.check_not_nan(segment_ids, g=g)
   supports = functools.partial(
     pallas.supports_linear_attention, q, k, v, g, initial_state, bonus=bonus, chunk_size=chunk_size
   )
-  dtype, precision = accumulation_dtype(q, k, v, g, bonus, initial_state), product_precision(q, k, v)
+  dtype, precision = (
+    accumulation_dtype(q, k, v, g, bonus, initial_state),
+    product_precision(q, k, v),
+  )
   kernels_wanted = use_kernels(impl, supports, sizes)
   if bonus is not None and segment_ids is not None:
     # Before a product of two inputs, so that NaN in padding stays out of gradients.
@@ -78,14 +86,28 @@ def linear_attention(
   if kernels_wanted:
     kernels = pallas.run_linear_attention if bonus is None else _kernels_reading_before
     inputs = (q, k, v, cast(g, jnp.float32))
-    o, state = by_kernels(kernels, supports, inputs, initial_state, segment_ids, sizes, scale, chunk_size)
+    o, state = by_kernels(
+      kernels, supports, inputs, initial_state, segment_ids, sizes, scale, chunk_size
+    )
   else:
     tokens = _linear.Tokens(*(cast(x, dtype) for x in (q, k, v, g)))
     state = first_state(initial_state, sizes, dtype)
     rule = _linear.rule if bonus is None else _linear.reading_before
-    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
+    o, state = run(
+      rule,
+      tokens,
+      state,
+      segment_ids,
+      sizes,
+      impl,
+      chunk_size,
+      precision,
+      _shapes.scale_of(scale, sizes),
+    )
   if bonus is not None:
-    own = (q.astype(dtype) * _shapes.scale_of(scale, sizes) * k.astype(dtype) * bonus.astype(dtype)).sum(-1)
+    own = (
+      q.astype(dtype) * _shapes.scale_of(scale, sizes) * k.astype(dtype) * bonus.astype(dtype)
+    ).sum(-1)
     o = o + jnp.repeat(own, sizes["HV"] // sizes["H"], axis=2)[..., None] * v.astype(dtype)
   return o.astype(v.dtype), state
 
@@ -97,7 +119,9 @@ def _kernels_reading_before(q, k, v, g, state, runs, scale: float):
   written = (
     None if runs is None else later(runs)
   )  # the run of what has been written when a token reads; the initial state's is 0
-  o, state = pallas.run_linear_attention(q, later(k), later(v), None if g is None else later(g), state, written, scale)
+  o, state = pallas.run_linear_attention(
+    q, later(k), later(v), None if g is None else later(g), state, written, scale
+  )
   o = o[:, :-1]
   if written is not None:
     o = jnp.where((runs == written[:, :-1])[..., None, None], o, jnp.zeros((), o.dtype))
@@ -147,26 +171,55 @@ def normalized_linear_attention(
   """
   initial, z = _shapes.check_parts("initial_state", initial_state, ("S", "z"))
   sizes = _shapes.check(
-    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV | B T HV K"),
-    initial_state=(initial, "B HV K V"), initial_normalizer=(z, "B HV K"), segment_ids=(segment_ids, "B T", "int"),
-  )  # fmt: skip
+    q=(q, "B T H K"),
+    k=(k, "B T H K"),
+    v=(v, "B T HV V"),
+    g=(g, "B T HV | B T HV K"),
+    initial_state=(initial, "B HV K V"),
+    initial_normalizer=(z, "B HV K"),
+    segment_ids=(segment_ids, "B T", "int"),
+  )
   _shapes.check_not_nan(segment_ids, g=g)
   _shapes.check_not_negative("eps", eps)
-  joined = None if initial is None or z is None else jnp.concatenate([initial, z[..., None]], axis=-1)
+  joined = (
+    None if initial is None or z is None else jnp.concatenate([initial, z[..., None]], axis=-1)
+  )
   dtype, precision = accumulation_dtype(q, k, v, g, initial, z), product_precision(q, k, v)
-  widened = lambda v: _linear.with_ones(v.astype(accumulation_dtype(v)))  # z is the state of a value that is always 1
+  widened = lambda v: _linear.with_ones(
+    v.astype(accumulation_dtype(v))
+  )  # z is the state of a value that is always 1
   values = jax.eval_shape(widened, v)
-  supports = functools.partial(pallas.supports_linear_attention, q, k, values, g, joined, chunk_size=chunk_size)
+  supports = functools.partial(
+    pallas.supports_linear_attention, q, k, values, g, joined, chunk_size=chunk_size
+  )
   if use_kernels(impl, supports, sizes):
     o, state = linear_attention(
-      q, k, widened(v), g, scale=scale, initial_state=joined, segment_ids=segment_ids, chunk_size=chunk_size, impl="pallas"
-    )  # fmt: skip
+      q,
+      k,
+      widened(v),
+      g,
+      scale=scale,
+      initial_state=joined,
+      segment_ids=segment_ids,
+      chunk_size=chunk_size,
+      impl="pallas",
+    )
     o = _linear.divided(o, eps)
   else:
     tokens = _linear.Tokens(*(cast(x, dtype) for x in (q, k, v, g)))
     state = first_state(joined, sizes | {"V": sizes["V"] + 1}, dtype)
     rule = _linear.normalized(float(eps))
-    o, state = run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, _shapes.scale_of(scale, sizes))
+    o, state = run(
+      rule,
+      tokens,
+      state,
+      segment_ids,
+      sizes,
+      impl,
+      chunk_size,
+      precision,
+      _shapes.scale_of(scale, sizes),
+    )
   return o[..., : sizes["V"]].astype(v.dtype), (state[..., :-1], state[..., -1])
 
 
@@ -213,12 +266,23 @@ def mlstm(
   """
   C, n, m = _shapes.check_parts("initial_state", initial_state, ("C", "n", "m"))
   sizes = _shapes.check(
-    q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"), i=(i, "B T HV"), f=(f, "B T HV"),
-    initial_C=(C, "B HV K V"), initial_n=(n, "B HV K"), initial_m=(m, "B HV"), segment_ids=(segment_ids, "B T", "int"),
-  )  # fmt: skip
+    q=(q, "B T H K"),
+    k=(k, "B T H K"),
+    v=(v, "B T HV V"),
+    i=(i, "B T HV"),
+    f=(f, "B T HV"),
+    initial_C=(C, "B HV K V"),
+    initial_n=(n, "B HV K"),
+    initial_m=(m, "B HV"),
+    segment_ids=(segment_ids, "B T", "int"),
+  )
   _shapes.check_not_nan(segment_ids, i=_not_infinite(i), f=f)
   dtype = accumulation_dtype(q, k, v, i, f, C, n, m)
-  m = jnp.zeros((sizes["B"], sizes["HV"]), dtype) if m is None else jnp.maximum(m.astype(dtype), NEGLIGIBLE)
+  m = (
+    jnp.zeros((sizes["B"], sizes["HV"]), dtype)
+    if m is None
+    else jnp.maximum(m.astype(dtype), NEGLIGIBLE)
+  )
   if segment_ids is not None:
     k, v, i, f = drive.blank_padding((k, v, i, f), segment_ids >= 0)
   top, g, write = _mlstm.stabilise(i.astype(dtype), f.astype(dtype), m, segment_ids)
@@ -227,9 +291,16 @@ def mlstm(
     joined = _mlstm.rescaled(jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m, 1)
   values = _linear.with_ones(v.astype(dtype)) * write[..., None]
   out, state = linear_attention(
-    q.astype(dtype), k.astype(dtype), values, g, scale=scale, initial_state=joined, segment_ids=segment_ids,
-    chunk_size=chunk_size, impl=impl,
-  )  # fmt: skip
+    q.astype(dtype),
+    k.astype(dtype),
+    values,
+    g,
+    scale=scale,
+    initial_state=joined,
+    segment_ids=segment_ids,
+    chunk_size=chunk_size,
+    impl=impl,
+  )
   o = out[..., :-1] * _mlstm.normalizer(out[..., -1:], top[..., None])
   if segment_ids is not None:
     o = jnp.where((segment_ids >= 0)[..., None, None], o, 0)

@@ -34,15 +34,21 @@ def run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, sc
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   _shapes.check_positive("chunk_size", chunk_size)
   if impl == "pallas":
-    raise NotImplementedError("impl='pallas' has no kernel for this operation yet; use impl='chunked' or impl='auto'.")
+    raise NotImplementedError(
+      "impl='pallas' has no kernel for this operation yet; use impl='chunked' or impl='auto'."
+    )
   if impl == "auto":
     elementwise = rule is linear_recurrence.rule and jax.default_backend() == "cpu"
     impl = "recurrent" if sizes["T"] == 1 or elementwise else "chunked"
   if sizes["T"] == 0 or 0 in state.shape:
-    return jnp.zeros((sizes["B"], sizes["T"], *state.shape[1:2], *state.shape[3:]), state.dtype), state
+    return jnp.zeros(
+      (sizes["B"], sizes["T"], *state.shape[1:2], *state.shape[3:]), state.dtype
+    ), state
   by_channel = getattr(tokens, "g", None) is not None and tokens.g.ndim == 4
   chunk_size = chunk_size or (CHANNEL_CHUNK if by_channel else CHUNK)
-  if scale is not None and not (impl == "chunked" and isinstance(scale, float)):  # an array has derivatives
+  if scale is not None and not (
+    impl == "chunked" and isinstance(scale, float)
+  ):  # an array has derivatives
     tokens, scale = tokens._replace(q=tokens.q * jnp.asarray(scale, tokens.q.dtype)), None
   return _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision, scale)
 
@@ -55,7 +61,9 @@ def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision, scal
     runs, real = drive.segments(segment_ids)
     tokens = drive.blank_padding(tokens, real)
   if impl == "chunked":
-    o, state = drive.chunked(rule, tokens, state, runs, scale=scale, chunk_size=chunk_size, precision=precision)
+    o, state = drive.chunked(
+      rule, tokens, state, runs, scale=scale, chunk_size=chunk_size, precision=precision
+    )
   else:
     form = {"recurrent": drive.recurrent, "associative": drive.associative}[impl]
     o, state = form(rule, tokens, state, runs)
@@ -64,7 +72,11 @@ def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision, scal
 
 def without_padding(o: jax.Array, real: jax.Array | None) -> jax.Array:
   """Outputs [B T ..], zeros where a token is not real."""
-  return o if real is None else jnp.where(real.reshape(*real.shape, *(1,) * (o.ndim - 2)), o, jnp.zeros((), o.dtype))
+  return (
+    o
+    if real is None
+    else jnp.where(real.reshape(*real.shape, *(1,) * (o.ndim - 2)), o, jnp.zeros((), o.dtype))
+  )
 
 
 def use_kernels(impl: str, supports: Callable[[], str | None], sizes) -> bool:
@@ -73,7 +85,14 @@ def use_kernels(impl: str, supports: Callable[[], str | None], sizes) -> bool:
 
 
 def by_kernels(
-  kernels: Callable, supports: Callable[[], str | None], tokens, initial_state, segment_ids, sizes, scale, chunk_size
+  kernels: Callable,
+  supports: Callable[[], str | None],
+  tokens,
+  initial_state,
+  segment_ids,
+  sizes,
+  scale,
+  chunk_size,
 ):
   """`impl="pallas"` of a matrix state: kernels(*tokens, state, runs, scale), tokens being q, k, v and others, gates in float32.
 
@@ -86,7 +105,9 @@ def by_kernels(
   state = first_state(initial_state, sizes, jnp.float32)
   if 0 in v.shape or 0 in state.shape:
     return jnp.zeros(v.shape, v.dtype), state
-  return _compute_by_kernels(kernels, tokens, state, segment_ids, float(_shapes.scale_of(scale, sizes)))
+  return _compute_by_kernels(
+    kernels, tokens, state, segment_ids, float(_shapes.scale_of(scale, sizes))
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("kernels", "scale"))
@@ -102,4 +123,6 @@ def _compute_by_kernels(kernels, tokens, state, segment_ids, scale):
 def refuse(reason: str | None) -> None:
   """Raises with the sentence of what kernels do not take, if there is one."""
   if reason is not None:
-    raise NotImplementedError(f"impl='pallas' cannot do this: {reason} Use impl='chunked' or impl='auto'.")
+    raise NotImplementedError(
+      f"impl='pallas' cannot do this: {reason} Use impl='chunked' or impl='auto'."
+    )

@@ -64,9 +64,13 @@ def attention(
   2025, arXiv:2503.02130, equation 3.
   """
   sizes = _shapes.check(
-    q=(q, "B T H K"), k=(k, "B T HK K"), v=(v, "B T HK V"), sink=(sink, "H"), log_forget=(log_forget, "B T H"),
+    q=(q, "B T H K"),
+    k=(k, "B T HK K"),
+    v=(v, "B T HK V"),
+    sink=(sink, "H"),
+    log_forget=(log_forget, "B T H"),
     segment_ids=(segment_ids, "B T", "int"),
-  )  # fmt: skip
+  )
   _shapes.check_multiple("HK", "H", sizes, ("`k` and `v`", "`q`"))
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   _shapes.check_positive("window", window)
@@ -87,8 +91,17 @@ def attention(
       "`scale` must be a number known when the function is traced; got a traced array. Multiply `q` by it."
     )
   scale = float(factor)
-  if kernels and impl == "auto" and window is None and sink is None and segment_ids is None and _cudnn_takes(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
+  if (
+    kernels
+    and impl == "auto"
+    and window is None
+    and sink is None
+    and segment_ids is None
+    and _cudnn_takes(q, k, v)
+  ):
+    return jax.nn.dot_product_attention(
+      q, k, v, scale=scale, is_causal=causal, implementation="cudnn"
+    )
   if kernels:
     return _by_kernels(q, k, v, sink, segment_ids, causal, window, scale)
   return _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, impl)
@@ -103,7 +116,11 @@ def _cudnn_takes(q, k, v) -> bool:
 @functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "impl"))
 def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, impl):
   B, T = q.shape[:2]
-  position, runs, real = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T)), jnp.zeros((B, T), jnp.int32), None
+  position, runs, real = (
+    jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T)),
+    jnp.zeros((B, T), jnp.int32),
+    None,
+  )
   if segment_ids is not None:
     run, real = drive.segments(segment_ids)
     position, runs = jnp.cumsum(real, axis=1, dtype=jnp.int32), jnp.where(real, run, -1)
@@ -115,13 +132,28 @@ def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, im
     mask = None
     if segment_ids is not None or window is not None:
       mask = _softmax.visible(places, places, causal, window)[:, None]
-    with jax.default_matmul_precision("default" if product_precision(q, k, v) == lax.Precision.DEFAULT else "highest"):
-      o = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal and mask is None)
+    with jax.default_matmul_precision(
+      "default" if product_precision(q, k, v) == lax.Precision.DEFAULT else "highest"
+    ):
+      o = jax.nn.dot_product_attention(
+        q, k, v, mask=mask, scale=scale, is_causal=causal and mask is None
+      )
     return without_padding(o, real)
   return _softmax.attend(
-    q, k, v, q_positions=position, k_positions=position, q_segments=runs, k_segments=runs, causal=causal, window=window,
-    sink=sink, log_forget=log_forget, scale=scale, impl="chunked" if impl == "auto" else impl,
-  )  # fmt: skip
+    q,
+    k,
+    v,
+    q_positions=position,
+    k_positions=position,
+    q_segments=runs,
+    k_segments=runs,
+    causal=causal,
+    window=window,
+    sink=sink,
+    log_forget=log_forget,
+    scale=scale,
+    impl="chunked" if impl == "auto" else impl,
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "window", "scale"))

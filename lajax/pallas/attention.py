@@ -74,7 +74,11 @@ def _forward_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   total = jnp.where(some, total, 1.0)
   tokens = p.tokens(start, p.C)
   at = pl.ds(start, p.C)
-  give(o_ref.at[at, pl.ds(place.tile * p.v_tile, p.v_tile)], sums / total[:, None], both(tokens, values))
+  give(
+    o_ref.at[at, pl.ds(place.tile * p.v_tile, p.v_tile)],
+    sums / total[:, None],
+    both(tokens, values),
+  )
   give(lse_ref.at[at], jnp.where(some, top + jnp.log(total), 0.0), tokens)
 
 
@@ -84,11 +88,19 @@ def _forward_launch(p: Plan, q, k, v, sink, documents: Documents | None) -> tupl
   segment, position = documents[:2] if documents else (None, None)
   names = ("q", "k", "v", "sink", "tokens", "tokens", "blocks", "blocks")
   o, lse = launch(
-    functools.partial(_forward_kernel, p=p), (q, k, v, sink, segment, position, *blocks(p, documents, keys=False)),
-    name="attention_forward", programs=p.B * p.H * p.N * p.NV, warps=p.warps, stages=p.stages,
-    in_specs=[specs[name] for name in names], out_specs=[specs["o"], specs["row"]],
-    out_shapes=[jax.ShapeDtypeStruct((p.B, p.T, p.H, p.V), v.dtype), jax.ShapeDtypeStruct((p.B, p.T, p.H), f32)],
-  )  # fmt: skip
+    functools.partial(_forward_kernel, p=p),
+    (q, k, v, sink, segment, position, *blocks(p, documents, keys=False)),
+    name="attention_forward",
+    programs=p.B * p.H * p.N * p.NV,
+    warps=p.warps,
+    stages=p.stages,
+    in_specs=[specs[name] for name in names],
+    out_specs=[specs["o"], specs["row"]],
+    out_shapes=[
+      jax.ShapeDtypeStruct((p.B, p.T, p.H, p.V), v.dtype),
+      jax.ShapeDtypeStruct((p.B, p.T, p.H), f32),
+    ],
+  )
   return o, lse
 
 
@@ -97,7 +109,9 @@ def _forward_launch(p: Plan, q, k, v, sink, documents: Documents | None) -> tupl
 
 def _queries_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   """A tile of dq = scale ds k, ds = p (do v^T - delta); and delta = do . o."""
-  q_ref, k_ref, v_ref, do_ref, lse_ref, o_ref, segment_ref, position_ref, first_ref, past_ref = inputs
+  q_ref, k_ref, v_ref, do_ref, lse_ref, o_ref, segment_ref, position_ref, first_ref, past_ref = (
+    inputs
+  )
   product = tiles.products(p.dtype, interpreted)
   place = places(p.H, p.N, p.NK, p.mask.causal)(pl.program_id(0))
   start = place.block * p.C
@@ -120,14 +134,27 @@ def _queries_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     ds = w * (inner(product, p.NV, do, v, (p.C, p.S)) - delta[:, None])
     return dq + product(ds, k(place.tile))
 
-  dq = lax.fori_loop(first_ref[place.block], past_ref[place.block], block, jnp.zeros((p.C, p.k_tile), f32))
+  dq = lax.fori_loop(
+    first_ref[place.block], past_ref[place.block], block, jnp.zeros((p.C, p.k_tile), f32)
+  )
   columns = pl.ds(place.tile * p.k_tile, p.k_tile)
   give(outputs[0].at[at, columns], p.scale * dq, both(tokens, p.keys(place.tile)))
 
 
 def _keys_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   """A tile of dk = scale ds^T q and of dv = p^T do, summed over the heads of a group."""
-  q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, segment_ref, position_ref, first_ref, past_ref = inputs
+  (
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    segment_ref,
+    position_ref,
+    first_ref,
+    past_ref,
+  ) = inputs
   product = tiles.products(p.dtype, interpreted)
   place = places(p.HK, p.M, max(p.NK, p.NV))(pl.program_id(0))
   start = place.block * p.S
@@ -144,7 +171,10 @@ def _keys_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
       queries = where(p, n * p.C, p.C, 1, segment_ref, position_ref)
       q = held(p.NK, tile_of(q_ref, p, n * p.C, p.C, p.k_tile, p.keys, g))
       do = held(p.NV, tile_of(do_ref, p, n * p.C, p.C, p.v_tile, p.values, g))
-      lse, delta = take(lse_ref.at[here, g], rows)[None, :], take(delta_ref.at[here, g], rows)[None, :]
+      lse, delta = (
+        take(lse_ref.at[here, g], rows)[None, :],
+        take(delta_ref.at[here, g], rows)[None, :],
+      )
       s = p.scale * inner(product, p.NK, k, q, (p.S, p.C))
       w = masked(p, queries, keys, jnp.exp(s - lse), 0.0)
       dv += product(w, do(place.tile))
@@ -160,20 +190,40 @@ def _keys_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   give(outputs[1].at[at, width[1]], dv, both(tokens, p.values(place.tile)))
 
 
-def _backward_launch(p: Plan, kernel: str, inputs, like, documents: Documents | None) -> list[Array]:
+def _backward_launch(
+  p: Plan, kernel: str, inputs, like, documents: Documents | None
+) -> list[Array]:
   p, keys = p.cut(kernel), kernel == "keys"
-  body, axes = (_keys_kernel, (p.HK, p.M, max(p.NK, p.NV))) if keys else (_queries_kernel, (p.H, p.N, p.NK))
+  body, axes = (
+    (_keys_kernel, (p.HK, p.M, max(p.NK, p.NV))) if keys else (_queries_kernel, (p.H, p.N, p.NK))
+  )
   specs = specs_of(p, places(*axes, p.mask.causal and not keys), keys)
   segment, position = documents[:2] if documents else (None, None)
-  names = ("q", "k", "v", "o", "row", "row" if keys else "o", "tokens", "tokens", "blocks", "blocks")
+  names = (
+    "q",
+    "k",
+    "v",
+    "o",
+    "row",
+    "row" if keys else "o",
+    "tokens",
+    "tokens",
+    "blocks",
+    "blocks",
+  )
   return list(
     launch(
-      functools.partial(body, p=p), (*inputs, segment, position, *blocks(p, documents, keys)),
-      name=f"attention_{kernel}", programs=p.B * axes[0] * axes[1] * axes[2], warps=p.warps, stages=p.stages,
-      in_specs=[specs[name] for name in names], out_specs=[specs["k"], specs["v"]] if keys else [specs["q"], specs["row"]],
+      functools.partial(body, p=p),
+      (*inputs, segment, position, *blocks(p, documents, keys)),
+      name=f"attention_{kernel}",
+      programs=p.B * axes[0] * axes[1] * axes[2],
+      warps=p.warps,
+      stages=p.stages,
+      in_specs=[specs[name] for name in names],
+      out_specs=[specs["k"], specs["v"]] if keys else [specs["q"], specs["row"]],
       out_shapes=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
     )
-  )  # fmt: skip
+  )
 
 
 # --- the operation ---------------------------------------------------------------------------------------------------

@@ -103,16 +103,22 @@ class Plan(NamedTuple):
     size = next(size for size in (64, 128, 256) if max(self.K, self.V) <= size)
     t = TILES[kernel, size, self.dtype != jnp.bfloat16]
     side = lambda size: max(16, min(t.width, 1 << (size - 1).bit_length()))
-    return self._replace(C=t.C, S=t.S, k_tile=side(self.K), v_tile=side(self.V), warps=t.warps, stages=t.stages)
+    return self._replace(
+      C=t.C, S=t.S, k_tile=side(self.K), v_tile=side(self.V), warps=t.warps, stages=t.stages
+    )
 
   def tokens(self, start, size: int) -> Array | None:
     return inside(start, size, self.T, self.T % size == 0)
 
   def keys(self, i) -> Array | None:
-    return inside(i * self.k_tile, self.k_tile, self.K, self.K % self.k_tile == 0 and self.NK >= self.NV)
+    return inside(
+      i * self.k_tile, self.k_tile, self.K, self.K % self.k_tile == 0 and self.NK >= self.NV
+    )
 
   def values(self, j) -> Array | None:
-    return inside(j * self.v_tile, self.v_tile, self.V, self.V % self.v_tile == 0 and self.NV >= self.NK)
+    return inside(
+      j * self.v_tile, self.v_tile, self.V, self.V % self.v_tile == 0 and self.NV >= self.NK
+    )
 
 
 def plan(q, k, v, mask: Mask, documents: bool, scale: float) -> Plan:
@@ -144,7 +150,9 @@ def documents_of(runs: Int[Array, "B T"], real: Bool[Array, "B T"]) -> Documents
   real_upto = lax.cummax(jnp.where(real, index, 0), axis=1)
   at = functools.partial(jnp.take_along_axis, axis=1)
   position = jnp.cumsum(real, axis=1, dtype=jnp.int32)
-  return Documents(jnp.where(real, runs, -1), position, at(real_from, start), at(real_upto, last) + 1)
+  return Documents(
+    jnp.where(real, runs, -1), position, at(real_from, start), at(real_upto, last) + 1
+  )
 
 
 class Blocks(NamedTuple):
@@ -160,10 +168,16 @@ def reach(p: Plan, documents: Documents | None) -> tuple[Array, Array]:
   index = jnp.arange(T, dtype=jnp.int32)[None]
   if documents is None:
     lo, hi = jnp.zeros_like(index), jnp.full_like(index, T)
-    return (lo, hi) if window is None else (jnp.maximum(index - window + 1, 0), jnp.minimum(index + window, T))
+    return (
+      (lo, hi)
+      if window is None
+      else (jnp.maximum(index - window + 1, 0), jnp.minimum(index + window, T))
+    )
   segment, position, lo, hi = documents
   if window is not None:
-    search = lambda side, offset: jax.vmap(functools.partial(jnp.searchsorted, side=side))(position, position + offset)
+    search = lambda side, offset: jax.vmap(functools.partial(jnp.searchsorted, side=side))(
+      position, position + offset
+    )
     lo = jnp.maximum(lo, search("right", -window).astype(jnp.int32))
     hi = jnp.minimum(hi, search("left", window - 1).astype(jnp.int32) + 1)
   return jnp.where(segment < 0, T, lo), jnp.where(segment < 0, 0, hi)
@@ -176,7 +190,9 @@ def blocks(p: Plan, documents: Documents | None, keys: bool) -> Blocks:
   if p.mask.causal:
     lo, hi = (jnp.maximum(lo, index), hi) if keys else (lo, jnp.minimum(hi, index + 1))
   own, other = (p.S, p.C) if keys else (p.C, p.S)
-  cut = lambda x, fill: jnp.pad(x, ((0, 0), (0, -p.T % own)), constant_values=fill).reshape(x.shape[0], -1, own)
+  cut = lambda x, fill: jnp.pad(x, ((0, 0), (0, -p.T % own)), constant_values=fill).reshape(
+    x.shape[0], -1, own
+  )
   return Blocks(cut(lo, p.T).min(2) // other, -(-cut(hi, 0).max(2) // other))
 
 
@@ -194,7 +210,9 @@ def where(p: Plan, start, size: int, axis: int, segment_ref, position_ref) -> Wh
   if not p.documents:
     return Where(lay(index), lay(index), None)
   at, tokens = pl.ds(start, size), p.tokens(start, size)
-  segment = load(segment_ref.at[at]) if tokens is None else load(segment_ref.at[at], mask=tokens, other=-1)
+  segment = (
+    load(segment_ref.at[at]) if tokens is None else load(segment_ref.at[at], mask=tokens, other=-1)
+  )
   return Where(lay(index), lay(take(position_ref.at[at], tokens)), lay(segment))
 
 
@@ -233,7 +251,9 @@ def places(heads: int, blocks: int, columns: int, backwards: bool = False):
   def place(program) -> Place:
     block = program // columns % blocks
     program, tile = program // columns // blocks, program % columns
-    return Place(program // heads, program % heads, blocks - 1 - block if backwards else block, tile)
+    return Place(
+      program // heads, program % heads, blocks - 1 - block if backwards else block, tile
+    )
 
   return place
 
@@ -258,7 +278,9 @@ def specs_of(p: Plan, place, keys: bool) -> dict[str, pl.BlockSpec]:
   }
 
 
-def inner(product: Products, count: int, left, right, shape: tuple[int, int]) -> Float[Array, "M N"]:
+def inner(
+  product: Products, count: int, left, right, shape: tuple[int, int]
+) -> Float[Array, "M N"]:
   """left right^T, both by tiles of columns."""
   body = lambda i, total: total + product.inner(left(i), right(i))
   return over(count, body, jnp.zeros(shape, f32))

@@ -79,7 +79,12 @@ class Facts(NamedTuple):
     """How many blocks of this kernel one core (SM) holds at once."""
     gpu, threads = ARCHITECTURES[self.architecture], 32 * self.warps
     by_registers = REGISTERS // (-(-self.registers // 8) * 8 * threads)
-    return min(by_registers, gpu.shared_per_core // (self.shared + RESERVED), gpu.threads_per_core // threads, 32)
+    return min(
+      by_registers,
+      gpu.shared_per_core // (self.shared + RESERVED),
+      gpu.threads_per_core // threads,
+      32,
+    )
 
 
 def compiler() -> pathlib.Path | None:
@@ -96,12 +101,21 @@ def facts(architectures: Iterable[str], cases: Iterable[Case]) -> list[Facts]:
   """What became of the kernels of these cases, forward, backward and decode, on these architectures."""
   wanted = {"architectures": list(architectures), "cases": [list(case) for case in cases]}
   rows = [Facts(*row) for row in _elsewhere("kernels", wanted)]
-  return sorted(rows, key=lambda row: (list(KERNELS).index(row.family), KERNELS[row.family].index(row.kernel)))
+  return sorted(
+    rows, key=lambda row: (list(KERNELS).index(row.family), KERNELS[row.family].index(row.kernel))
+  )
 
 
-def step_memory(architecture: str, layers: Sequence[str], impls: Sequence[str], lengths: Sequence[int]) -> list[dict]:
+def step_memory(
+  architecture: str, layers: Sequence[str], impls: Sequence[str], lengths: Sequence[int]
+) -> list[dict]:
   """XLA's temporary memory, in bytes, of forward and backward of a layer: d_model 2048, bfloat16, one row of T tokens."""
-  wanted = {"architecture": architecture, "layers": list(layers), "impls": list(impls), "lengths": list(lengths)}
+  wanted = {
+    "architecture": architecture,
+    "layers": list(layers),
+    "impls": list(impls),
+    "lengths": list(lengths),
+  }
   return _elsewhere("steps", wanted)
 
 
@@ -110,21 +124,36 @@ def _elsewhere(job: str, wanted: dict[str, Any]) -> list:
   if toolkit is None:
     raise RuntimeError('no CUDA compiler is installed; pip install -e ".[test]" brings one.')
   with tempfile.TemporaryDirectory() as folder:
-    path = os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+      filter(None, [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    )
     dump = f" --xla_dump_to={folder}" if job == "kernels" else ""
-    environment = os.environ | {
-      "JAX_PLATFORMS": "cpu",
-      "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0{dump}",
-      "TF_CPP_MIN_LOG_LEVEL": "0",
-      "TF_CPP_VMODULE": "xtile_compiler=2",  # logs the shared memory of each kernel, which nothing else tells
-      "PYTHONPATH": path,
-    }
+    environment = (
+      os.environ
+      | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0{dump}",
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        "TF_CPP_VMODULE": "xtile_compiler=2",  # logs the shared memory of each kernel, which nothing else tells
+        "PYTHONPATH": path,
+      }
+    )
     log = pathlib.Path(folder) / LOG
     with log.open("w") as stderr:
       done = subprocess.run(
-        [sys.executable, "-m", "lajax.pallas.compiled", job, json.dumps(wanted | {"folder": folder, "toolkit": str(toolkit)})],
-        env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False,
-      )  # fmt: skip
+        [
+          sys.executable,
+          "-m",
+          "lajax.pallas.compiled",
+          job,
+          json.dumps(wanted | {"folder": folder, "toolkit": str(toolkit)}),
+        ],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        check=False,
+      )
     if done.returncode:
       raise RuntimeError(f"the compilation failed:\n{log.read_text()[-4000:]}")
   return json.loads(done.stdout.splitlines()[-1])
@@ -146,10 +175,13 @@ def _compile_kernels(wanted: dict[str, Any]) -> list[Facts]:
         logged = (folder / LOG).stat().st_size
         jax.jit(program.call, donate_argnums=program.donated).lower(*program.args).compile()
         rows = _read(folder, (folder / LOG).read_text()[logged:], toolkit, KERNELS[case.family])
-        rows = [(kernel, *rest) for kernel, *rest in rows if kernel not in names]  # of several programs once
+        rows = [
+          (kernel, *rest) for kernel, *rest in rows if kernel not in names
+        ]  # of several programs once
         names |= {kernel for kernel, *_ in rows}
         found += [
-          Facts(case.family, kernel, case.gate, case.D, case.dtype, architecture, *rest) for kernel, *rest in rows
+          Facts(case.family, kernel, case.gate, case.D, case.dtype, architecture, *rest)
+          for kernel, *rest in rows
         ]
         for path in folder.iterdir():
           if path.name != LOG:
@@ -166,7 +198,9 @@ def _compile_steps(wanted: dict[str, Any]) -> list[dict]:
   rows = []
   for name in wanted["layers"]:
     for impl in wanted["impls"]:
-      make = lambda name=name, impl=impl: getattr(L, name)(D, impl=impl, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+      make = lambda name=name, impl=impl: getattr(L, name)(
+        D, impl=impl, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+      )
       graph, shapes = nnx.split(nnx.eval_shape(make))
       params = jax.tree.map(lambda x: array(x.shape, x.dtype), shapes)
 
@@ -187,7 +221,9 @@ def _compile_steps(wanted: dict[str, Any]) -> list[dict]:
 def _arrays_on(architecture: str):
   jax.devices()
   target = _described(ARCHITECTURES[architecture])
-  topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=target, topology="1x1x1")
+  topology = topologies.get_topology_desc(
+    platform="cuda", topology_name="", target_config=target, topology="1x1x1"
+  )
   sharding = SingleDeviceSharding(topology.devices[0])
   return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
@@ -213,13 +249,21 @@ def _described(gpu: GPU) -> str:
   """
 
 
-def _read(folder: pathlib.Path, log: str, toolkit: pathlib.Path, kernels: Sequence[str]) -> Iterator[tuple]:
+def _read(
+  folder: pathlib.Path, log: str, toolkit: pathlib.Path, kernels: Sequence[str]
+) -> Iterator[tuple]:
   """(kernel, warps, registers, ..) of each of our kernels: from XLA's dump of one program, its log, and ptxas."""
   number = lambda pattern, text: int(m[1]) if (m := re.search(pattern, text)) else 0
-  modules = sorted(folder.glob("*.ir-no-opt.ll"), key=lambda path: number(r"\.(\d+)\.ir-no-opt", path.name))
+  modules = sorted(
+    folder.glob("*.ir-no-opt.ll"), key=lambda path: number(r"\.(\d+)\.ir-no-opt", path.name)
+  )
   defined = [re.findall(r"define .*?@(\w+)\(", path.read_text()) for path in modules]
-  by_triton = [name for names in defined for name in names if _kernel(name, kernels) or name.startswith(OWN)]
-  shared = dict(zip(by_triton, map(int, re.findall(r"Shared memory usage: (\d+) B", log)), strict=True))
+  by_triton = [
+    name for names in defined for name in names if _kernel(name, kernels) or name.startswith(OWN)
+  ]
+  shared = dict(
+    zip(by_triton, map(int, re.findall(r"Shared memory usage: (\d+) B", log)), strict=True)
+  )
   for path in sorted(folder.glob("*.ptx")):
     text = path.read_text()
     target = re.search(r"\.target (\w+)", text)
@@ -228,24 +272,30 @@ def _read(folder: pathlib.Path, log: str, toolkit: pathlib.Path, kernels: Sequen
     command = [toolkit / "bin" / "ptxas", "-v", "-arch", target[1], path, "-o", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     bodies = dict(re.findall(r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", text, re.DOTALL))
-    reports = re.findall(r"Compiling entry function '(\w+)' for(.*?)(?=Compiling entry function|\Z)", said, re.DOTALL)
+    reports = re.findall(
+      r"Compiling entry function '(\w+)' for(.*?)(?=Compiling entry function|\Z)", said, re.DOTALL
+    )
     for name, report in reports:
       if not _kernel(name, kernels):
         continue
       tensor = re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\S*", bodies[name])
       yield (
-        _kernel(name, kernels), number(r"\.(?:req|max)ntid\s+(\d+)", bodies[name]) // 32,
+        _kernel(name, kernels),
+        number(r"\.(?:req|max)ntid\s+(\d+)", bodies[name]) // 32,
         number(r"Used (\d+) registers", report),
         number(r"(\d+) bytes spill stores", report) + number(r"(\d+) bytes spill loads", report),
-        number(r"(\d+) bytes stack frame", report), shared[name],
+        number(r"(\d+) bytes stack frame", report),
+        shared[name],
         *(sum(x.startswith(kind) for x in tensor) for kind in ("mma.sync", "wgmma", "tcgen05")),
         sum("tf32" in x for x in tensor),
-      )  # fmt: skip
+      )
 
 
 def _kernel(name: str, kernels: Sequence[str]) -> str | None:
   """Which of our kernels a function of a program is; None for one of XLA's own."""
-  return next((kernel for kernel in sorted(kernels, key=len, reverse=True) if name.startswith(kernel)), None)
+  return next(
+    (kernel for kernel in sorted(kernels, key=len, reverse=True) if name.startswith(kernel)), None
+  )
 
 
 if __name__ == "__main__":

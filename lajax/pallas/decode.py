@@ -28,7 +28,11 @@ def _kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   place = places(p, AXES)[0](pl.program_id(0))
   keys, values = p.keys(0), p.values(place.j)
   S = take(state_ref, both(keys, values))
-  q, k, v = take(q_ref, keys).astype(f32), take(k_ref, keys).astype(f32), take(v_ref, values).astype(f32)
+  q, k, v = (
+    take(q_ref, keys).astype(f32),
+    take(k_ref, keys).astype(f32),
+    take(v_ref, values).astype(f32),
+  )
   old = None if a_ref is None else jnp.sum(take(a_ref, keys).astype(f32)[:, None] * S, axis=0)
   if p.gate == "head":
     S = jnp.exp(take(g_ref, None).astype(f32)) * S
@@ -62,12 +66,17 @@ def decode(
   p = _plan(q, v, g, scale)
   specs = _specs(p)
   state, o = launch(
-    functools.partial(_kernel, p=p), (q, k, v, beta, g, a, b, state),
-    name=name, programs=places(p, AXES)[1], warps=p.warps, stages=p.stages,
+    functools.partial(_kernel, p=p),
+    (q, k, v, beta, g, a, b, state),
+    name=name,
+    programs=places(p, AXES)[1],
+    warps=p.warps,
+    stages=p.stages,
     in_specs=[specs[name] for name in ("q", "q", "v", "head", p.gate, "q", "q", "state")],
     out_specs=[specs["state"], specs["v"]],
-    out_shapes=[jax.ShapeDtypeStruct(state.shape, f32), jax.ShapeDtypeStruct(v.shape, v.dtype)], aliases={7: 0},
-  )  # fmt: skip
+    out_shapes=[jax.ShapeDtypeStruct(state.shape, f32), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+    aliases={7: 0},
+  )
   return state, o
 
 

@@ -94,27 +94,42 @@ def _backward(scale: float, residuals, cotangents):
   do, dlast = cotangents
   p = _plan(q, k, v, g, packed is not None, scale)
   runs, edges = packed or (None, None)
-  solved, errors, dread, (reader, q_reader, writer) = backward.errors(p, q, k, v, do, beta, g, runs, edges, kept)
+  solved, errors, dread, (reader, q_reader, writer) = backward.errors(
+    p, q, k, v, do, beta, g, runs, edges, kept
+  )
   dkept, dx, dv, dstate = backward.carry_back(
     p, reader, q_reader, writer, do, dread, beta, g, runs, edges, solved, dlast, matrices
   )
   dp, dm, dbeta = backward.scores_back(p, do, errors, dx, beta, g, runs, edges)
   dq, dk, dg = backward.pairs(p, q, k, do, errors, dx, beta, g, runs, edges, dp, dm, kept, dkept)
   dg = None if g is None or dg is None else dg.astype(g.dtype)
-  found = dq.astype(q.dtype), dk.astype(k.dtype), dv, dbeta.astype(beta.dtype), dg, dstate.astype(state.dtype)
+  found = (
+    dq.astype(q.dtype),
+    dk.astype(k.dtype),
+    dv,
+    dbeta.astype(beta.dtype),
+    dg,
+    dstate.astype(state.dtype),
+  )
   return found, None
 
 
 _correct = differentiable(_forward, _backward, _alone)
 
 
-def supports(q, k, v, beta=None, g=None, initial_state=None, *, chunk_size: int | None = None) -> str | None:
+def supports(
+  q, k, v, beta=None, g=None, initial_state=None, *, chunk_size: int | None = None
+) -> str | None:
   """None where the kernels take this, else a sentence that says what they do not take. Reads shapes and dtypes only."""
   p = _plan(q, k, v, g, False, 1.0)
   if p.K > forward.WIDE and p.dtype != jnp.bfloat16:
     return f"the kernels take keys of up to K = {forward.WIDE} where q, k and v are not bfloat16, and K is {p.K}."
   return refusal(
-    p, (q, k, v, beta, g, initial_state), chunk_size, forward.TILES | backward.TILES, forward.AXES | backward.AXES
+    p,
+    (q, k, v, beta, g, initial_state),
+    chunk_size,
+    forward.TILES | backward.TILES,
+    forward.AXES | backward.AXES,
   )
 
 

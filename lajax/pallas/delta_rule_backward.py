@@ -80,7 +80,9 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
   beta = take(beta_ref, tokens).astype(f32)
-  M, *P = scores(p, fine, tokens, [k_ref, q_ref] if p.gate == "channel" else [k_ref], k_ref, g_ref, decayed_refs)
+  M, *P = scores(
+    p, fine, tokens, [k_ref, q_ref] if p.gate == "channel" else [k_ref], k_ref, g_ref, decayed_refs
+  )
   G = tiles.solve(tiles.pairs(runs, row > column, M), beta, fine)
   give(solved_ref, G, None)
 
@@ -91,7 +93,9 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
       rows, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
       k = take(k_ref.at[:, rows], both(tokens, keys))
       if p.gate == "channel":
-        k = k.astype(f32) * tiles.head_per_channel(take(g_ref.at[:, rows], both(tokens, keys)).astype(f32))
+        k = k.astype(f32) * tiles.head_per_channel(
+          take(g_ref.at[:, rows], both(tokens, keys)).astype(f32)
+        )
       return sums + product(k, take(kept_ref.at[rows, at], both(keys, values)))
 
     out = over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32))
@@ -102,7 +106,9 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     return nothing
 
   over(p.NV, correct, jnp.int32(0))
-  (P,) = P or scores(p, fine, tokens, [q_ref], k_ref, g_ref, [])  # not before it is needed, where that saves registers
+  (P,) = P or scores(
+    p, fine, tokens, [q_ref], k_ref, g_ref, []
+  )  # not before it is needed, where that saves registers
   P = p.scale * tiles.pairs(runs, row >= column, P)
 
   def respond(j, nothing):
@@ -114,14 +120,27 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   over(p.NV, respond, jnp.int32(0))
 
 
-def errors(p: Plan, q, k, v, do, beta, g, runs, edges, kept) -> tuple[Array, Array, Array, list[Array]]:
+def errors(
+  p: Plan, q, k, v, do, beta, g, runs, edges, kept
+) -> tuple[Array, Array, Array, list[Array]]:
   """G, E and P^T do; and k and q as they read from a state, and k as it writes to one."""
   p = p.cut(TILES, "errors")
   tall = "v", v.shape, f32
-  results = [("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), tall, tall, *decayed_results(p, p.kept, p.kept, f32)]
+  results = [
+    ("pairs", (p.B, p.HV, p.N, p.C, p.C), f32),
+    tall,
+    tall,
+    *decayed_results(p, p.kept, p.kept, f32),
+  ]
   kinds = "q", "q", "v", "v", "head", p.gate, "runs", "edges", "kept"
   solved, found, dread, *decayed = start(
-    _errors_kernel, p, AXES["errors"], "delta_errors", kinds, (q, k, v, do, beta, g, runs, edges, kept), results
+    _errors_kernel,
+    p,
+    AXES["errors"],
+    "delta_errors",
+    kinds,
+    (q, k, v, do, beta, g, runs, edges, kept),
+    results,
   )
   return solved, found, dread, decayed or [k, q, k]
 
@@ -162,7 +181,10 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
     head, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.tail_per_head)
     beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
     dW = take(dread_ref.at[at, :], both(tokens, values))
-    k, rounded = take_parts(writer_ref, at, tokens, parts), [x.astype(p.kept) for x in dS]  # in every token alike
+    k, rounded = (
+      take_parts(writer_ref, at, tokens, parts),
+      [x.astype(p.kept) for x in dS],
+    )  # in every token alike
     dW += tiles.to_end(runs, tail * read_state(fine, k, rounded))
     dX = dW - fine.outer(take(solved_ref.at[n], None), beta * dW)
     for ref, x in zip(given[1:], (dX, beta * dX), strict=False):
@@ -177,16 +199,32 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
 
     return [update(x, part) for x, part in zip(dS, parts, strict=True)]
 
-  dS = [jnp.zeros((p.k_tile, p.v_tile), f32) for _ in parts] if summary else take_state(dlast_ref, parts, values)
+  dS = (
+    [jnp.zeros((p.k_tile, p.v_tile), f32) for _ in parts]
+    if summary
+    else take_state(dlast_ref, parts, values)
+  )
   give_state(dstate_ref, lax.fori_loop(0, p.span, chunk, dS), parts, values)
 
 
-def carry_back(p: Plan, k, q, writer, do, dread, beta, g, runs, edges, solved, dlast, matrices) -> Sequence[Array]:
+def carry_back(
+  p: Plan, k, q, writer, do, dread, beta, g, runs, edges, solved, dlast, matrices
+) -> Sequence[Array]:
   """dS after each chunk, dX, dv, and dS before the first token; `matrices` are the segments', of `attend`."""
   kinds = *(p.reader,) * 3, "v", "v", "head", p.gate, "runs", "edges", "pairs"
   inputs = k, q, writer, do, dread, beta, g, runs, edges, solved
   return segments.carried_back(
-    _carry_back_kernel, p, TILES, AXES["carry_back"], "delta", p.K > WIDE, kinds, inputs, dlast, matrices, [("v", do.shape, f32), ("v", do.shape, do.dtype)]
+    _carry_back_kernel,
+    p,
+    TILES,
+    AXES["carry_back"],
+    "delta",
+    p.K > WIDE,
+    kinds,
+    inputs,
+    dlast,
+    matrices,
+    [("v", do.shape, f32), ("v", do.shape, do.dtype)],
   )
 
 
@@ -226,7 +264,10 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 def scores_back(p: Plan, do, errors, dx, beta, g, runs, edges) -> Sequence[Array]:
   p = p.cut(TILES, "scores")
   square = "pairs", (p.B, p.HV, p.N, p.C, p.C), f32
-  kinds, results = ("v", "v", "v", "head", "head", "runs", "edges"), [square, square, ("head", (p.B, p.T, p.HV), f32)]
+  kinds, results = (
+    ("v", "v", "v", "head", "head", "runs", "edges"),
+    [square, square, ("head", (p.B, p.T, p.HV), f32)],
+  )
   inputs = do, errors, dx, beta, g if p.gate == "head" else None, runs, edges
   return start(_scores_kernel, p, AXES["scores"], "delta_scores", kinds, inputs, results)
 
@@ -264,7 +305,10 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     dq, dreader, writes, total = sums
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
     do, E, dX = (take(ref.at[:, at], both(tokens, values)) for ref in (do_ref, errors_ref, dx_ref))
-    S, dS = take(kept_ref.at[:, at], both(keys, values)), take(dkept_ref.at[:, at], both(keys, values))
+    S, dS = (
+      take(kept_ref.at[:, at], both(keys, values)),
+      take(dkept_ref.at[:, at], both(keys, values)),
+    )
     dq, dreader = dq + product.inner(do, S), dreader - product.inner(beta * dX, S)
     writes += product.inner(beta * E, dS)
     return dq, dreader, writes, total + jnp.sum(S.astype(f32) * dS.astype(f32), axis=1)
@@ -302,11 +346,17 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     difference, after = q * dq + k * (dreader - dk), k * writes
     if p.gate == "channel":
       total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
-      dg = tiles.sums(row <= column, difference, fine) + tiles.sums(row > column, after, fine) + total[None, :]
+      dg = (
+        tiles.sums(row <= column, difference, fine)
+        + tiles.sums(row > column, after, fine)
+        + total[None, :]
+      )
       give(outputs[2], jnp.where(jnp.exp(g) > 0, dg, 0.0), both(tokens, keys))
     else:
       total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))
-      terms = jnp.where(row >= column, jnp.sum(difference, axis=1)[:, None], jnp.sum(after, axis=1)[:, None])
+      terms = jnp.where(
+        row >= column, jnp.sum(difference, axis=1)[:, None], jnp.sum(after, axis=1)[:, None]
+      )
       give(outputs[2], jnp.where(jnp.exp(g) > 0, jnp.sum(terms, axis=0) + total, 0.0), tokens)
   give(outputs[0], dq + own * k, both(tokens, keys))
   give(outputs[1], dreader + dk + writes + own * q, both(tokens, keys))
@@ -319,6 +369,8 @@ def pairs(
   p = p.cut(TILES, "pairs_narrow" if narrow else "pairs")
   kinds = "q", "q", "v", "v", "v", "head", p.gate, "runs", "edges", "pairs", "pairs", "kept", "kept"
   inputs = q, k, do, errors, dx, beta, g, runs, edges, dp, dm, kept, dkept
-  found = start(_pairs_kernel, p, AXES["pairs"], "delta_pairs", kinds, inputs, key_cotangents(p, q, k))
+  found = start(
+    _pairs_kernel, p, AXES["pairs"], "delta_pairs", kinds, inputs, key_cotangents(p, q, k)
+  )
   (dq, dk), dg = gathered(p, found, 2)
   return dq, dk, dg

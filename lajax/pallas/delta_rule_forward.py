@@ -8,7 +8,18 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from lajax.pallas import segments, tiles
-from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, decayed_results, in_segments, over, places, runs_of, start
+from lajax.pallas.plan import (
+  Axes,
+  Plan,
+  Tiles,
+  chunk_of,
+  decayed_results,
+  in_segments,
+  over,
+  places,
+  runs_of,
+  start,
+)
 from lajax.pallas.state_tiles import (
   decays,
   give_state,
@@ -54,7 +65,9 @@ AXES = {
 # --- solve: each chunk's triangular system ---------------------------------------------------------------------------
 
 
-def scores(p: Plan, fine: Products, tokens, readers, k_ref, g_ref, decayed) -> list[Float[Array, "C C"]]:
+def scores(
+  p: Plan, fine: Products, tokens, readers, k_ref, g_ref, decayed
+) -> list[Float[Array, "C C"]]:
   """Of each reader and k, decayed between the two tokens, on and below the diagonal.
 
   With one decay a channel, gives the readers decayed from the chunk's start and k decayed to its end to `decayed`.
@@ -140,7 +153,19 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, values_end
     y = take(v_ref.at[at, :], both(tokens, column < values_end)).astype(f32)
     beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
     W = _written(
-      p, product, fine, reader_ref, at, tokens, runs, parts, y, beta, tiles.below(take(squares_ref.at[n], None)), S, head
+      p,
+      product,
+      fine,
+      reader_ref,
+      at,
+      tokens,
+      runs,
+      parts,
+      y,
+      beta,
+      tiles.below(take(squares_ref.at[n], None)),
+      S,
+      head,
     )
     return _advanced(p, fine, writer_ref, g_ref, at, tokens, runs, parts, W, S)
 
@@ -153,12 +178,18 @@ def _summaries(p: Plan, solved: Solved, v, beta, g, runs, edges) -> tuple[Array,
   p = p.cut(TILES, "summaries")
   kinds = p.reader, p.reader, "v", "head", p.gate, "runs", "edges", "pairs"
   inputs = solved.k_reader, solved.k_writer, v, beta, g, runs, edges, solved.squares
-  return segments.summaries(_summaries_kernel, p, AXES["summaries"], "delta_summaries", kinds, inputs)
+  return segments.summaries(
+    _summaries_kernel, p, AXES["summaries"], "delta_summaries", kinds, inputs
+  )
 
 
-def _written(p: Plan, product, fine, reader_ref, at, tokens, runs, parts, y, beta, G, S, head) -> Float[Array, "C V"]:
+def _written(
+  p: Plan, product, fine, reader_ref, at, tokens, runs, parts, y, beta, G, S, head
+) -> Float[Array, "C V"]:
   """W = beta (Y - G (beta Y)), Y = y - (head k) S."""
-  Y = y - tiles.from_start(runs, head * read_state(product, take_parts(reader_ref, at, tokens, parts), S))
+  Y = y - tiles.from_start(
+    runs, head * read_state(product, take_parts(reader_ref, at, tokens, parts), S)
+  )
   return beta * (Y - fine(G, beta * Y))
 
 
@@ -179,7 +210,9 @@ def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
   Without q it gives W in the place of o.
   """
-  k_ref, q_ref, writer_ref, v_ref, beta_ref, g_ref, runs_ref, edges_ref, squares_ref, state_ref = inputs
+  k_ref, q_ref, writer_ref, v_ref, beta_ref, g_ref, runs_ref, edges_ref, squares_ref, state_ref = (
+    inputs
+  )
   out_ref, last_ref, *kept_ref = outputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["attend"])[0](pl.program_id(0))
@@ -193,7 +226,9 @@ def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     runs, out = runs_of(p, runs_ref, edges_ref, n, at), None
     (head,) = decays(p, g_ref, at, tokens, tiles.head_per_head)
     if q_ref is not None:
-      out = tiles.from_start(runs, head * read_state(product, take_parts(q_ref, at, tokens, parts), S))
+      out = tiles.from_start(
+        runs, head * read_state(product, take_parts(q_ref, at, tokens, parts), S)
+      )
     y = take(v_ref.at[at, :], both(tokens, values)).astype(f32)
     beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
     G = tiles.below(take(squares_ref.at[n], None))
@@ -203,7 +238,9 @@ def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     give(out_ref.at[at, :], W if out is None else out, both(tokens, values))
     return _advanced(p, fine, writer_ref, g_ref, at, tokens, runs, parts, W, S)
 
-  give_state(last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values)
+  give_state(
+    last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values
+  )
 
 
 def fits(p: Plan) -> bool:
@@ -245,16 +282,32 @@ def _read_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
   def tile(i, read):
     at, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
-    return read + product(take(q_ref.at[:, at], both(tokens, keys)), take(kept_ref.at[at, :], both(keys, values)))
+    return read + product(
+      take(q_ref.at[:, at], both(tokens, keys)), take(kept_ref.at[at, :], both(keys, values))
+    )
 
   (head,) = decays(p, g_ref, slice(None), tokens, tiles.head_per_head)
   out = tiles.from_start(runs, head * over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32)))
-  give(outputs[0], p.scale * (out + fine.outer(tiles.above(take(squares_ref, None)), take(written_ref, mask))), mask)
+  give(
+    outputs[0],
+    p.scale * (out + fine.outer(tiles.above(take(squares_ref, None)), take(written_ref, mask))),
+    mask,
+  )
 
 
 def _read(p: Plan, solved: Solved, written, g, runs, edges, kept, like) -> Array:
   p = p.cut(TILES, "read")
   kinds = p.reader, "v", "head", "runs", "edges", "pairs", "kept"
-  inputs = solved.q_reader, written, g if p.gate == "head" else None, runs, edges, solved.squares, kept
-  (out,) = start(_read_kernel, p, AXES["read"], "delta_reads", kinds, inputs, [("v", like.shape, like.dtype)])
+  inputs = (
+    solved.q_reader,
+    written,
+    g if p.gate == "head" else None,
+    runs,
+    edges,
+    solved.squares,
+    kept,
+  )
+  (out,) = start(
+    _read_kernel, p, AXES["read"], "delta_reads", kinds, inputs, [("v", like.shape, like.dtype)]
+  )
   return out

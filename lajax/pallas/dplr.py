@@ -96,7 +96,9 @@ def delta_rule_by_channel(
   static = _Static(float(scale), tiles.operand_dtype(q, k, v), jnp.dtype(v.dtype))
   q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
   decay = 1.0 if g is None else jnp.exp(g if g.ndim == 4 else g[..., None])
-  return _run(static, q, k, write * v.astype(f32), decay * erase * k.astype(f32), -k, g, state, runs)
+  return _run(
+    static, q, k, write * v.astype(f32), decay * erase * k.astype(f32), -k, g, state, runs
+  )
 
 
 def _run(static: _Static, q, k, v, a, b, g, state, runs):
@@ -151,11 +153,19 @@ def _backward(static: _Static, residuals, cotangents):
   p = _plan(q, v, g, packed is not None, static)
   runs, edges = packed or (None, None)
   edges = None if edges is None else edges[:, :: _forward_plan(q, v, g, True, static).multiple]
-  (solved, fresh, later), found, dread, decayed = backward.errors(p, q, a, b, k, v, do, g, runs, edges, kept)
+  (solved, fresh, later), found, dread, decayed = backward.errors(
+    p, q, a, b, k, v, do, g, runs, edges, kept
+  )
   reader, b_writer, k_writer, q_reader = decayed
-  dkept, dx, dstate = backward.carry_back(p, reader, q_reader, b_writer, do, dread, g, runs, edges, solved, dlast, matrices)
-  squares, dv = backward.scores_back(p, k_writer, v, do, found, dx, g, runs, edges, fresh, later, dkept)
-  dq, da, db, dk, dg = backward.pairs(p, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept)
+  dkept, dx, dstate = backward.carry_back(
+    p, reader, q_reader, b_writer, do, dread, g, runs, edges, solved, dlast, matrices
+  )
+  squares, dv = backward.scores_back(
+    p, k_writer, v, do, found, dx, g, runs, edges, fresh, later, dkept
+  )
+  dq, da, db, dk, dg = backward.pairs(
+    p, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept
+  )
   like = lambda x, y: None if x is None else x.astype(y.dtype)
   found = like(dq, q), like(dk, k), dv, like(da, a), like(db, b), like(dg, g), like(dstate, state)
   return found, None
@@ -164,24 +174,28 @@ def _backward(static: _Static, residuals, cotangents):
 _advance = differentiable(_forward, _backward, _alone)
 
 
-def supports(q, k, v, a, b, g=None, initial_state=None, *, chunk_size: int | None = None) -> str | None:
+def supports(
+  q, k, v, a, b, g=None, initial_state=None, *, chunk_size: int | None = None
+) -> str | None:
   """None where the kernels take this, else a sentence that says what they do not take. Reads shapes and dtypes only."""
-  return _refusal(tiles.operand_dtype(q, k, v, a, b), (q, k, v, a, b, g, initial_state), q, v, g, chunk_size)
+  return _refusal(
+    tiles.operand_dtype(q, k, v, a, b), (q, k, v, a, b, g, initial_state), q, v, g, chunk_size
+  )
 
 
 def supports_by_channel(
   q, k, v, erase, write, g=None, initial_state=None, *, chunk_size: int | None = None
 ) -> str | None:
   """As `supports`, of `delta_rule_by_channel`."""
-  return _refusal(tiles.operand_dtype(q, k, v), (q, k, v, erase, write, g, initial_state), q, v, g, chunk_size)
+  return _refusal(
+    tiles.operand_dtype(q, k, v), (q, k, v, erase, write, g, initial_state), q, v, g, chunk_size
+  )
 
 
 def _refusal(dtype, inputs, q, v, g, chunk_size: int | None) -> str | None:
   p = _plan(q, v, g, False, _Static(1.0, dtype, dtype))
   if p.K > forward.WIDE and p.dtype != jnp.bfloat16:
-    return (
-      f"the kernels take keys of up to K = {forward.WIDE} where not all arrays of tokens are bfloat16, and K is {p.K}."
-    )
+    return f"the kernels take keys of up to K = {forward.WIDE} where not all arrays of tokens are bfloat16, and K is {p.K}."
   return refusal(p, inputs, chunk_size, backward.TILES, backward.AXES) or refusal(
     plans(q, v, g, dtype)[0], inputs, None, forward.TILES, forward.AXES
   )

@@ -22,7 +22,15 @@ from lajax.pallas.plan import (
   runs_of,
   start,
 )
-from lajax.pallas.state_tiles import decays, give_state, parts_of, read_state, take_parts, take_state, total_decay
+from lajax.pallas.state_tiles import (
+  decays,
+  give_state,
+  parts_of,
+  read_state,
+  take_parts,
+  take_state,
+  total_decay,
+)
 from lajax.pallas.tiles import Products, both, give, iota, take
 
 f32 = jnp.float32
@@ -74,12 +82,16 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   place = places(p, AXES["errors"])[0](pl.program_id(0))
   tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
-  together = p.gate == "channel"  # where decays are what is dear; else one after the other, which takes fewer registers
+  together = (
+    p.gate == "channel"
+  )  # where decays are what is dear; else one after the other, which takes fewer registers
 
   def scores_of(reader: Reader, keep, refs) -> Iterator[Array]:
     groups = [[b_ref, k_ref]] if together else [[b_ref], [k_ref]]
     for keys in groups:
-      yield from (tiles.pairs(runs, keep, x) for x in scores(p, fine, tokens, [reader], keys, g_ref, refs))
+      yield from (
+        tiles.pairs(runs, keep, x) for x in scores(p, fine, tokens, [reader], keys, g_ref, refs)
+      )
 
   found = scores_of(Reader(a_ref, True), row > column, decayed_refs[:3])
   G = tiles.solve(-next(found), jnp.ones(p.C, f32), fine)
@@ -119,7 +131,9 @@ def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   give(later_ref, p.scale * next(found), None)
 
 
-def errors(p: Plan, q, a, b, k, v, do, g, runs, edges, kept) -> tuple[list[Array], Array, Array, list[Array]]:
+def errors(
+  p: Plan, q, a, b, k, v, do, g, runs, edges, kept
+) -> tuple[list[Array], Array, Array, list[Array]]:
   """G, N_ak and scale P_k; W; scale P_b^T do; and a as it reads from a state, b and k as they write to one, q as it reads."""
   p = p.cut(TILES, "errors_wide" if p.K > WIDE else "errors")
   square, tall = ("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), ("v", v.shape, f32)
@@ -154,8 +168,13 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
     if given:
       give_state(given[0], dS, parts, values, n)
     runs = runs_of(p, runs_ref, edges_ref, n, at)
-    head, before, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head)
-    b, rounded = take_parts(b_ref, at, tokens, parts), [x.astype(p.kept) for x in dS]  # in every token alike
+    head, before, tail = decays(
+      p, g_ref, at, tokens, tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head
+    )
+    b, rounded = (
+      take_parts(b_ref, at, tokens, parts),
+      [x.astype(p.kept) for x in dS],
+    )  # in every token alike
     dW = take(dread_ref.at[at, :], mask) + tiles.to_end(runs, tail * read_state(fine, b, rounded))
     dX = dW - fine.outer(take(solved_ref.at[n], None), dW)
     if given:
@@ -170,16 +189,32 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
 
     return [update(x, part) for x, part in zip(dS, parts, strict=True)]
 
-  dS = [jnp.zeros((p.k_tile, p.v_tile), f32) for _ in parts] if summary else take_state(dlast_ref, parts, values)
+  dS = (
+    [jnp.zeros((p.k_tile, p.v_tile), f32) for _ in parts]
+    if summary
+    else take_state(dlast_ref, parts, values)
+  )
   give_state(dstate_ref, lax.fori_loop(0, p.span, chunk, dS), parts, values)
 
 
-def carry_back(p: Plan, a, q, b, do, dread, g, runs, edges, solved, dlast, matrices) -> Sequence[Array]:
+def carry_back(
+  p: Plan, a, q, b, do, dread, g, runs, edges, solved, dlast, matrices
+) -> Sequence[Array]:
   """dS after each chunk, dX, and dS before the first token; `matrices` are the segments', of `attend`."""
   kinds = *(p.reader,) * 3, "v", "v", p.gate, "runs", "edges", "pairs"
   inputs = a, q, b, do, dread, g, runs, edges, solved
   return segments.carried_back(
-    _carry_back_kernel, p, TILES, AXES["carry_back"], "dplr", p.K > WIDE, kinds, inputs, dlast, matrices, [("v", do.shape, f32)]
+    _carry_back_kernel,
+    p,
+    TILES,
+    AXES["carry_back"],
+    "dplr",
+    p.K > WIDE,
+    kinds,
+    inputs,
+    dlast,
+    matrices,
+    [("v", do.shape, f32)],
   )
 
 
@@ -191,7 +226,19 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
   Of pairs of one document, below the diagonal (dP on it too); one decay a head between the two is in them already.
   """
-  k_ref, v_ref, do_ref, read_ref, dx_ref, g_ref, runs_ref, edges_ref, fresh_ref, later_ref, dkept_ref = inputs
+  (
+    k_ref,
+    v_ref,
+    do_ref,
+    read_ref,
+    dx_ref,
+    g_ref,
+    runs_ref,
+    edges_ref,
+    fresh_ref,
+    later_ref,
+    dkept_ref,
+  ) = inputs
   squares_ref, dv_ref = outputs
   fine = tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["scores"])[0](pl.program_id(0))
@@ -206,9 +253,17 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     return [sum + fine.inner(x, y) for sum, (x, y) in zip(sums, pairs, strict=True)]
 
   found = over(p.NV, tile, [jnp.zeros((p.C, p.C), f32)] * 4)
-  late, early = (p.scale, 1.0) if g is None else (p.scale * tiles.between_per_head(g), tiles.between_before_per_head(g))
+  late, early = (
+    (p.scale, 1.0)
+    if g is None
+    else (p.scale * tiles.between_per_head(g), tiles.between_before_per_head(g))
+  )
   for n, x in enumerate(found):
-    kept = tiles.pairs(runs, row >= column, late * x) if n < 2 else tiles.pairs(runs, row > column, early * x)
+    kept = (
+      tiles.pairs(runs, row >= column, late * x)
+      if n < 2
+      else tiles.pairs(runs, row > column, early * x)
+    )
     give(squares_ref.at[jnp.int32(n)], kept, None)
 
   def values(j, nothing):
@@ -216,7 +271,9 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
     def written(i, sum):
       rows, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
-      return sum + fine(take(k_ref.at[:, rows], both(tokens, keys)), take(dkept_ref.at[rows, at], both(keys, keep)))
+      return sum + fine(
+        take(k_ref.at[:, rows], both(tokens, keys)), take(dkept_ref.at[rows, at], both(keys, keep))
+      )
 
     dv = over(p.NK, written, jnp.zeros((p.C, p.v_tile), f32))
     dv = tiles.to_end(runs, dv if g is None else dv * tiles.tail_per_head(g)[:, None])
@@ -228,7 +285,9 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   over(p.NV, values, jnp.int32(0))
 
 
-def scores_back(p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkept) -> Sequence[Array]:
+def scores_back(
+  p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkept
+) -> Sequence[Array]:
   """dP_b, dP_k, dN_ab and dN_ak; and dv."""
   p = p.cut(TILES, "scores_wide" if p.K > WIDE else "scores")
   results = [("four pairs", (p.B, p.HV, p.N, 4, p.C, p.C), f32), ("v", v.shape, v.dtype)]
@@ -240,7 +299,9 @@ def scores_back(p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkep
 # --- pairs: dq, da, db, dk and dg ------------------------------------------------------------------------------------
 
 
-def _through(fine: Products, squares_ref, load, keep, decays=None, first: int = 0, sums=()) -> tuple[Array, ...]:
+def _through(
+  fine: Products, squares_ref, load, keep, decays=None, first: int = 0, sums=()
+) -> tuple[Array, ...]:
   """The cotangents of q, a, b and k from those of their scores, of which `keep` says whose, added to `sums`.
 
   The four kinds of scores one after the other, from the first on, and what they are of loaded anew: so that few tiles are in
@@ -268,7 +329,9 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
   Between neighbours, of which the later one reads before its decay, stands none: they are apart, as a token with itself is.
   """
-  q_ref, a_ref, b_ref, k_ref, v_ref, do_ref, read_ref, dx_ref, g_ref, runs_ref, edges_ref, *refs = inputs
+  q_ref, a_ref, b_ref, k_ref, v_ref, do_ref, read_ref, dx_ref, g_ref, runs_ref, edges_ref, *refs = (
+    inputs
+  )
   squares_ref, kept_ref, dkept_ref = refs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["pairs"])[0](pl.program_id(0))
@@ -284,7 +347,9 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
     def halves(level, sums, g=g):
       keep = lambda late: apart(late) & tiles.pairs_of_level(p.C, level)
-      return _through(fine, squares_ref, load, keep, tiles.decays_of_halves(g, level, fine), sums=sums)
+      return _through(
+        fine, squares_ref, load, keep, tiles.decays_of_halves(g, level, fine), sums=sums
+      )
 
     by_q, by_a, db, dk = lax.fori_loop(0, levels, halves, (tall,) * 4)
   else:
@@ -293,20 +358,32 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   def tile(j, sums):
     dq, da, b_writes, k_writes, total = sums
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
-    v, do, W, dX = (take(ref.at[:, at], both(tokens, values)) for ref in (v_ref, do_ref, read_ref, dx_ref))
-    S, dS = take(kept_ref.at[:, at], both(keys, values)), take(dkept_ref.at[:, at], both(keys, values))
+    v, do, W, dX = (
+      take(ref.at[:, at], both(tokens, values)) for ref in (v_ref, do_ref, read_ref, dx_ref)
+    )
+    S, dS = (
+      take(kept_ref.at[:, at], both(keys, values)),
+      take(dkept_ref.at[:, at], both(keys, values)),
+    )
     dq, da = dq + product.inner(do, S), da + product.inner(dX, S)
     b_writes, k_writes = b_writes + product.inner(W, dS), k_writes + product.inner(v, dS)
     return dq, da, b_writes, k_writes, total + jnp.sum(S.astype(f32) * dS.astype(f32), axis=1)
 
-  dq, da, b_writes, k_writes, total = over(p.NV, tile, (tall, tall, tall, tall, jnp.zeros(p.k_tile, f32)))
+  dq, da, b_writes, k_writes, total = over(
+    p.NV, tile, (tall, tall, tall, tall, jnp.zeros(p.k_tile, f32))
+  )
   head = before = tail = 1.0
   if p.gate == "channel" and g is not None:
     head, before, tail = tiles.decays_of_halves(g, levels, fine)
   elif p.gate == "head":
     g = take(g_ref, tokens).astype(f32)
-    head, before, tail = (x(g)[:, None] for x in (tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head))
-  dq, da = by_q + tiles.from_start(runs, p.scale * head * dq), by_a + tiles.from_start(runs, before * da)
+    head, before, tail = (
+      x(g)[:, None] for x in (tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head)
+    )
+  dq, da = (
+    by_q + tiles.from_start(runs, p.scale * head * dq),
+    by_a + tiles.from_start(runs, before * da),
+  )
   b_writes, k_writes = tiles.to_end(runs, tail * b_writes), tiles.to_end(runs, tail * k_writes)
   q, a, b, k = load()
 
@@ -325,10 +402,15 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
       terms = jnp.where(row > column, late + early, jnp.where(row == column, late, after))
       give(outputs[4], jnp.where(jnp.exp(g) > 0, jnp.sum(terms, axis=0) + total, 0.0), tokens)
   own_b, own_k = (
-    jnp.sum(jnp.where(row == column, take(squares_ref.at[jnp.int32(n)], None), 0.0), axis=1)[:, None] for n in (0, 1)
+    jnp.sum(jnp.where(row == column, take(squares_ref.at[jnp.int32(n)], None), 0.0), axis=1)[
+      :, None
+    ]
+    for n in (0, 1)
   )
   near = lambda late: row == column + 1
-  _, da, db, dk = _through(fine, squares_ref, load, near, first=2, sums=(tall, da, db + b_writes, dk + k_writes))
+  _, da, db, dk = _through(
+    fine, squares_ref, load, near, first=2, sums=(tall, da, db + b_writes, dk + k_writes)
+  )
   give(outputs[0], dq + own_b * wide(b) + own_k * wide(k), both(tokens, keys))
   give(outputs[1], da, both(tokens, keys))
   give(outputs[2], db + own_b * wide(q), both(tokens, keys))
@@ -340,6 +422,8 @@ def pairs(p: Plan, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, 
   p = p.cut(TILES, "pairs")
   kinds = *("q",) * 4, *("v",) * 4, p.gate, "runs", "edges", "four pairs", "kept", "kept"
   inputs = q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept
-  found = start(_pairs_kernel, p, AXES["pairs"], "dplr_pairs", kinds, inputs, key_cotangents(p, q, a, b, k))
+  found = start(
+    _pairs_kernel, p, AXES["pairs"], "dplr_pairs", kinds, inputs, key_cotangents(p, q, a, b, k)
+  )
   keys, dg = gathered(p, found, 4)
   return *keys, dg

@@ -9,7 +9,18 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from lajax.pallas import segments, tiles
-from lajax.pallas.plan import Axes, Plan, Tiles, chunk_of, decayed_results, in_segments, over, places, runs_of, start
+from lajax.pallas.plan import (
+  Axes,
+  Plan,
+  Tiles,
+  chunk_of,
+  decayed_results,
+  in_segments,
+  over,
+  places,
+  runs_of,
+  start,
+)
 from lajax.pallas.state_tiles import (
   decays,
   give_state,
@@ -86,8 +97,13 @@ def scores(
       reads = [a * (before if reader.early else upto) for a, reader in zip(x, readers, strict=True)]
       writes = [b * after for b in y]
       if h < p.C:
-        corners, keep = [fine.inner(a, b) for a, b in _pairs(reads, writes)], tiles.pairs_of_halves(p.C, h)
-        sums = [sum + jnp.where(keep, corner, 0.0) for sum, corner in zip(sums, corners, strict=True)]
+        corners, keep = (
+          [fine.inner(a, b) for a, b in _pairs(reads, writes)],
+          tiles.pairs_of_halves(p.C, h),
+        )
+        sums = [
+          sum + jnp.where(keep, corner, 0.0) for sum, corner in zip(sums, corners, strict=True)
+        ]
       else:
         for ref, decayed in zip(decayed_refs, [*reads, *writes], strict=False):
           give(ref.at[:, at], decayed, mask)
@@ -97,7 +113,10 @@ def scores(
   if p.gate != "head":
     return found
   g = take(g_ref, tokens).astype(f32)
-  between = [tiles.between_before_per_head(g) if reader.early else tiles.between_per_head(g) for reader in readers]
+  between = [
+    tiles.between_before_per_head(g) if reader.early else tiles.between_per_head(g)
+    for reader in readers
+  ]
   return [x * between[n // len(key_refs)] for n, x in enumerate(found)]
 
 
@@ -118,9 +137,13 @@ def _solve_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
   triangle = lambda keep, found: [tiles.pairs(runs, keep, x) for x in found]
   keys = [b_ref, k_ref]
-  N = triangle(row > column, scores(p, fine, tokens, [Reader(a_ref, True)], keys, g_ref, decayed_refs[:3]))
+  N = triangle(
+    row > column, scores(p, fine, tokens, [Reader(a_ref, True)], keys, g_ref, decayed_refs[:3])
+  )
   N[0] = tiles.solve(-N[0], jnp.ones(p.C, f32), fine)
-  P = triangle(row >= column, scores(p, fine, tokens, [Reader(q_ref, False)], keys, g_ref, decayed_refs[3:]))
+  P = triangle(
+    row >= column, scores(p, fine, tokens, [Reader(q_ref, False)], keys, g_ref, decayed_refs[3:])
+  )
   for n in range(2):
     give(squares_ref.at[jnp.int32(n)], jnp.where(row > column, N[n], P[n].T), None)
 
@@ -137,9 +160,14 @@ class Solved(NamedTuple):
 
 def solve(p: Plan, q, a, b, k, g, runs, edges) -> Solved:
   p = p.cut(TILES, "solve")
-  results = [("two pairs", (p.B, p.HV, p.N, 2, p.C, p.C), f32), *decayed_results(p, p.kept, f32, f32, p.kept)]
+  results = [
+    ("two pairs", (p.B, p.HV, p.N, 2, p.C, p.C), f32),
+    *decayed_results(p, p.kept, f32, f32, p.kept),
+  ]
   kinds = *("q",) * 4, p.gate, "runs", "edges"
-  squares, *decayed = start(_solve_kernel, p, AXES["solve"], "dplr_solve", kinds, (a, q, b, k, g, runs, edges), results)
+  squares, *decayed = start(
+    _solve_kernel, p, AXES["solve"], "dplr_solve", kinds, (a, q, b, k, g, runs, edges), results
+  )
   return Solved(squares, *(decayed or (a, b, k, q)))
 
 
@@ -167,7 +195,9 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, values_end
     runs = runs_of(p, runs_ref, edges_ref, n, at)
     before, tail = decays(p, g_ref, at, tokens, tiles.before_per_head, tiles.tail_per_head)
     v = take(v_ref.at[at, :], both(tokens, column < values_end))
-    W = _read_by_a(product, fine, a_ref, at, tokens, runs, parts, v, take_squares(squares_ref, n), S, before)
+    W = _read_by_a(
+      product, fine, a_ref, at, tokens, runs, parts, v, take_squares(squares_ref, n), S, before
+    )
     return _advanced(p, fine, (b_ref, k_ref), g_ref, at, tokens, runs, parts, (W, v), S, tail)
 
   first = identity_from(p, matrix, column)
@@ -179,17 +209,23 @@ def _summaries(p: Plan, solved: Solved, v, g, runs, edges) -> tuple[Array, Array
   p = p.cut(TILES, "summaries")
   kinds = *(p.reader,) * 3, "v", p.gate, "runs", "edges", "two pairs"
   inputs = solved.a_reader, solved.b_writer, solved.k_writer, v, g, runs, edges, solved.squares
-  return segments.summaries(_summaries_kernel, p, AXES["summaries"], "dplr_summaries", kinds, inputs)
+  return segments.summaries(
+    _summaries_kernel, p, AXES["summaries"], "dplr_summaries", kinds, inputs
+  )
 
 
-def _read_by_a(product, fine, a_ref, at, tokens, runs, parts, v, squares, S, before) -> Float[Array, "C V"]:
+def _read_by_a(
+  product, fine, a_ref, at, tokens, runs, parts, v, squares, S, before
+) -> Float[Array, "C V"]:
   """W = X - G X, X = (before a) S + N_ak v."""
   X = tiles.from_start(runs, before * read_state(product, take_parts(a_ref, at, tokens, parts), S))
   X += fine(tiles.below(squares[1]), v)
   return X - fine(tiles.below(squares[0]), X)
 
 
-def _advanced(p: Plan, fine, writer_refs, g_ref, at, tokens, runs, parts, written, S, tail) -> list[Array]:
+def _advanced(
+  p: Plan, fine, writer_refs, g_ref, at, tokens, runs, parts, written, S, tail
+) -> list[Array]:
   """total S + (tail b)^T W + (tail k)^T v."""
   W, v = (tiles.to_end(runs, x if p.gate == "none" else tail * x.astype(f32)) for x in written)
 
@@ -219,17 +255,25 @@ def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     if kept_ref:
       keep_state(p, kept_ref[0], S, parts, values, n)
     runs, out = runs_of(p, runs_ref, edges_ref, n, at), None
-    head, before, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head)
+    head, before, tail = decays(
+      p, g_ref, at, tokens, tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head
+    )
     if q_ref is not None:
-      out = tiles.from_start(runs, head * read_state(product, take_parts(q_ref, at, tokens, parts), S))
+      out = tiles.from_start(
+        runs, head * read_state(product, take_parts(q_ref, at, tokens, parts), S)
+      )
     v = take(v_ref.at[at, :], mask)
-    W = _read_by_a(product, fine, a_ref, at, tokens, runs, parts, v, take_squares(squares_ref, n), S, before)
+    W = _read_by_a(
+      product, fine, a_ref, at, tokens, runs, parts, v, take_squares(squares_ref, n), S, before
+    )
     if out is not None:
       out = _out(p, fine, out, take_squares(squares_ref, n), W, v)
     give(out_ref.at[at, :], W if out is None else out, mask)
     return _advanced(p, fine, (b_ref, k_ref), g_ref, at, tokens, runs, parts, (W, v), S, tail)
 
-  give_state(last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values)
+  give_state(
+    last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values
+  )
 
 
 def _out(p: Plan, fine, old, squares, W, v) -> Float[Array, "C V"]:
@@ -253,7 +297,9 @@ def attend(
     states = segments.by_matrices(matrices, ends, state, reverse=False)
   whole, p = p, p.cut(TILES, "attend_wide" if p.K > WIDE else "attend")
   results = [("v", v.shape, dtype if fits(p) else f32), ("segment", states.shape, f32)]
-  results += [("kept", (p.B, p.HV, p.N // p.every, p.K, p.V), p.kept)] if keep or not fits(p) else []
+  results += (
+    [("kept", (p.B, p.HV, p.N // p.every, p.K, p.V), p.kept)] if keep or not fits(p) else []
+  )
   kinds = *(p.reader,) * 4, "v", p.gate, "runs", "edges", "two pairs", "segment"
   readers = solved.a_reader, solved.q_reader if fits(p) else None
   inputs = *readers, solved.b_writer, solved.k_writer, v, g, runs, edges, solved.squares, states
@@ -277,16 +323,33 @@ def _read_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
   def tile(i, sum):
     rows, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
-    return sum + product(take(q_ref.at[:, rows], both(tokens, keys)), take(kept_ref.at[rows, :], both(keys, values)))
+    return sum + product(
+      take(q_ref.at[:, rows], both(tokens, keys)), take(kept_ref.at[rows, :], both(keys, values))
+    )
 
   (head,) = decays(p, g_ref, slice(None), tokens, tiles.head_per_head)
   old = tiles.from_start(runs, head * over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32)))
-  give(outputs[0], _out(p, fine, old, take_squares(squares_ref), take(read_ref, mask), take(v_ref, mask)), mask)
+  give(
+    outputs[0],
+    _out(p, fine, old, take_squares(squares_ref), take(read_ref, mask), take(v_ref, mask)),
+    mask,
+  )
 
 
 def _read(p: Plan, solved: Solved, found, v, g, runs, edges, kept, dtype) -> Array:
   p = p.cut(TILES, "read")
   kinds = p.reader, "v", "v", "head", "runs", "edges", "two pairs", "kept"
-  inputs = solved.q_reader, found, v, g if p.gate == "head" else None, runs, edges, solved.squares, kept
-  (out,) = start(_read_kernel, p, AXES["read"], "dplr_reads", kinds, inputs, [("v", v.shape, dtype)])
+  inputs = (
+    solved.q_reader,
+    found,
+    v,
+    g if p.gate == "head" else None,
+    runs,
+    edges,
+    solved.squares,
+    kept,
+  )
+  (out,) = start(
+    _read_kernel, p, AXES["read"], "dplr_reads", kinds, inputs, [("v", v.shape, dtype)]
+  )
   return out

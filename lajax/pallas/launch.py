@@ -18,7 +18,9 @@ from jaxtyping import Array
 
 from lajax._numerics import alike
 
-DEPRECATION = "The Pallas Triton backend is deprecated"  # said at each lowering for a GPU from JAX 0.11 on
+DEPRECATION = (
+  "The Pallas Triton backend is deprecated"  # said at each lowering for a GPU from JAX 0.11 on
+)
 warnings.filterwarnings("ignore", message=DEPRECATION)
 
 load, store = plgpu_triton.load, plgpu_triton.store
@@ -59,13 +61,17 @@ def launch(
   present = [n for n, x in enumerate(inputs) if x is not None]
   arrays = [inputs[n] for n in present]
   kinds = [jax.typeof(x).manual_axis_type for x in arrays]
-  widest = max(kinds, key=lambda kind: len(kind.varying))  # under `jax.shard_map`, results vary as inputs do
+  widest = max(
+    kinds, key=lambda kind: len(kind.varying)
+  )  # under `jax.shard_map`, results vary as inputs do
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=widest) for x in out_shapes]
 
   def run(interpreted: bool, *arrays):
     def body(*refs):
       given = dict(zip(present, refs, strict=False))
-      kernel([given.get(n) for n in range(len(inputs))], refs[len(present) :], interpreted=interpreted)
+      kernel(
+        [given.get(n) for n in range(len(inputs))], refs[len(present) :], interpreted=interpreted
+      )
 
     return pl.pallas_call(
       body,
@@ -76,13 +82,19 @@ def launch(
       out_shape=shapes,
       input_output_aliases={present.index(n): m for n, m in (aliases or {}).items()},
       interpret=interpreted,
-      compiler_params=None if interpreted else plgpu_triton.CompilerParams(num_warps=warps, num_stages=stages),
+      compiler_params=None
+      if interpreted
+      else plgpu_triton.CompilerParams(num_warps=warps, num_stages=stages),
     )(*arrays)
 
-  return lax.platform_dependent(*arrays, cuda=functools.partial(run, False), default=functools.partial(run, True))
+  return lax.platform_dependent(
+    *arrays, cuda=functools.partial(run, False), default=functools.partial(run, True)
+  )
 
 
-def differentiable(forward: Callable, backward: Callable, alone: Callable | None = None) -> Callable:
+def differentiable(
+  forward: Callable, backward: Callable, alone: Callable | None = None
+) -> Callable:
   """f(static, *arrays) with its derivative in reverse mode.
 
   Args:

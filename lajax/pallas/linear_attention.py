@@ -114,7 +114,10 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: b
 
 def _summaries(p: Plan, x, y, g, runs, edges, reverse: bool) -> Array:
   p, name = p.cut(TILES, "summaries"), "linear_summaries_back" if reverse else "linear_summaries"
-  kinds, results = ("q", "v", p.gate, "runs", "edges"), [("segment", (p.B, p.P, p.HV, p.K, p.V), f32)]
+  kinds, results = (
+    ("q", "v", p.gate, "runs", "edges"),
+    [("segment", (p.B, p.P, p.HV, p.K, p.V), f32)],
+  )
   kernel = functools.partial(_summaries_kernel, reverse=reverse)
   (ends,) = start(kernel, p, AXES["summaries"], name, kinds, (x, y, g, runs, edges), results)
   return ends
@@ -151,8 +154,13 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 def _scores(p: Plan, q, k, g, runs, edges) -> Array:
   p = p.cut(TILES, "scores")
-  kinds, results = ("q", "q", p.gate, "runs", "edges"), [("pairs", (p.B, p.HV, p.N, p.C, p.C), p.kept)]
-  (scores,) = start(_scores_kernel, p, AXES["scores"], "linear_scores", kinds, (q, k, g, runs, edges), results)
+  kinds, results = (
+    ("q", "q", p.gate, "runs", "edges"),
+    [("pairs", (p.B, p.HV, p.N, p.C, p.C), p.kept)],
+  )
+  (scores,) = start(
+    _scores_kernel, p, AXES["scores"], "linear_scores", kinds, (q, k, g, runs, edges), results
+  )
   return scores
 
 
@@ -190,16 +198,24 @@ def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool
       return x * decay(take(g_ref.at[at, columns], mask).astype(f32)) if p.gate == "channel" else x
 
     read = read_state(product, [load(reader_ref, part, by_reader) for part in parts], S)
-    read = tiles.to_end(runs, tail * read) if reverse else tiles.from_start(runs, p.scale * head * read)
+    read = (
+      tiles.to_end(runs, tail * read) if reverse else tiles.from_start(runs, p.scale * head * read)
+    )
     if scores_ref is None:
-      scores = scores_of(product, take_parts(q_ref, at, tokens, parts), take_parts(k_ref, at, tokens, parts))
+      scores = scores_of(
+        product, take_parts(q_ref, at, tokens, parts), take_parts(k_ref, at, tokens, parts)
+      )
       if p.gate == "head":
         scores *= tiles.between_per_head(take(g_ref.at[at], tokens).astype(f32))
       scores = tiles.pairs(runs, upto, scores)
     else:
       scores = take(scores_ref.at[n], None)
     near = p.scale * (product.outer if reverse else product)(scores, y)
-    give(out_ref.at[at, :], read + (near if p.NK == 1 else jnp.where(place.i == 0, near, 0.0)), both(tokens, values))
+    give(
+      out_ref.at[at, :],
+      read + (near if p.NK == 1 else jnp.where(place.i == 0, near, 0.0)),
+      both(tokens, values),
+    )
     y = tiles.from_start(runs, p.scale * head * y) if reverse else tiles.to_end(runs, tail * y)
 
     def update(x, part):
@@ -208,7 +224,9 @@ def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool
 
     return [update(x, part) for x, part in zip(S, parts, strict=True)]
 
-  give_state(last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values)
+  give_state(
+    last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values
+  )
 
 
 def scores_apart(p: Plan) -> bool:
@@ -216,7 +234,9 @@ def scores_apart(p: Plan) -> bool:
   return p.gate == "channel" or p.dtype != jnp.bfloat16 or p.K > WIDE
 
 
-def attend(p: Plan, q, k, y, g, runs, edges, state, like, reverse: bool, keep: bool) -> tuple[Array, ...]:
+def attend(
+  p: Plan, q, k, y, g, runs, edges, state, like, reverse: bool, keep: bool
+) -> tuple[Array, ...]:
   """What comes out, the state at the end (in reverse at the start), and if wanted the states at the chunks' starts (ends)."""
   scores = _scores(p, q, k, g, runs, edges) if scores_apart(p) else None
   states = state[:, None]
@@ -256,9 +276,19 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   def tile(j, sums):
     dscores, dq, dk, total = sums
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
-    v, do = take(v_ref.at[:, at], both(tokens, values)), take(do_ref.at[:, at], both(tokens, values))
-    S, dS = take(kept_ref.at[:, at], both(keys, values)), take(dkept_ref.at[:, at], both(keys, values))
-    dscores, dq, dk = dscores + product.inner(do, v), dq + product.inner(do, S), dk + product.inner(v, dS)
+    v, do = (
+      take(v_ref.at[:, at], both(tokens, values)),
+      take(do_ref.at[:, at], both(tokens, values)),
+    )
+    S, dS = (
+      take(kept_ref.at[:, at], both(keys, values)),
+      take(dkept_ref.at[:, at], both(keys, values)),
+    )
+    dscores, dq, dk = (
+      dscores + product.inner(do, v),
+      dq + product.inner(do, S),
+      dk + product.inner(v, dS),
+    )
     return dscores, dq, dk, total + jnp.sum(S.astype(f32) * dS.astype(f32), axis=1)
 
   square, tall = jnp.zeros((p.C, p.C), f32), jnp.zeros((p.C, p.k_tile), f32)
@@ -283,18 +313,27 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     if p.gate == "head":
       g = take(g_ref, tokens).astype(f32)
       dscores = dscores * tiles.between_per_head(g)
-      dq, dk_state = dq * tiles.head_per_head(g)[:, None], dk_state * tiles.tail_per_head(g)[:, None]
+      dq, dk_state = (
+        dq * tiles.head_per_head(g)[:, None],
+        dk_state * tiles.tail_per_head(g)[:, None],
+      )
     dq, dk = dq + product(dscores, k), product.outer(dscores, q)
 
   if p.gate != "none":
     difference, after = q * dq - k * dk, k * dk_state
     if p.gate == "channel":
       total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
-      dg = tiles.sums(row <= column, difference, full) + tiles.sums(row > column, after, full) + total[None, :]
+      dg = (
+        tiles.sums(row <= column, difference, full)
+        + tiles.sums(row > column, after, full)
+        + total[None, :]
+      )
       give(outputs[2], dg, both(tokens, keys))
     else:
       total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))
-      terms = jnp.where(row >= column, jnp.sum(difference, axis=1)[:, None], jnp.sum(after, axis=1)[:, None])
+      terms = jnp.where(
+        row >= column, jnp.sum(difference, axis=1)[:, None], jnp.sum(after, axis=1)[:, None]
+      )
       give(outputs[2], jnp.sum(terms, axis=0) + total, tokens)
   give(outputs[0], dq + own * k, both(tokens, keys))
   give(outputs[1], dk + dk_state + own * q, both(tokens, keys))
@@ -302,8 +341,13 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
 def _pairs(p: Plan, q, k, v, do, g, runs, edges, kept, dkept) -> tuple[Array, Array, Array | None]:
   p = p.cut(TILES, "pairs")
-  kinds, inputs = ("q", "q", "v", "v", p.gate, "runs", "edges", "kept", "kept"), (q, k, v, do, g, runs, edges, kept, dkept)
-  found = start(_pairs_kernel, p, AXES["pairs"], "linear_pairs", kinds, inputs, key_cotangents(p, q, k))
+  kinds, inputs = (
+    ("q", "q", "v", "v", p.gate, "runs", "edges", "kept", "kept"),
+    (q, k, v, do, g, runs, edges, kept, dkept),
+  )
+  found = start(
+    _pairs_kernel, p, AXES["pairs"], "linear_pairs", kinds, inputs, key_cotangents(p, q, k)
+  )
   (dq, dk), dg = gathered(p, found, 2)
   return dq, dk, dg
 
@@ -371,7 +415,9 @@ def _backward(scale: float, residuals, cotangents):
 _attend = differentiable(_forward, _backward, _alone)
 
 
-def supports(q, k, v, g=None, initial_state=None, *, bonus=None, chunk_size: int | None = None) -> str | None:
+def supports(
+  q, k, v, g=None, initial_state=None, *, bonus=None, chunk_size: int | None = None
+) -> str | None:
   """None where the kernels take this, else a sentence that says what they do not take. Reads shapes and dtypes only."""
   p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
   return refusal(p, (q, k, v, g, initial_state, bonus), chunk_size, TILES, AXES)

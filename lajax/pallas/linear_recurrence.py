@@ -156,7 +156,11 @@ def _replay_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     return h
 
   start = take(start_ref, channels).astype(f32)
-  give(end_ref, _over_tokens(p, x_ref, log_a_ref, begins_ref, s, channels, False, step, start), channels)
+  give(
+    end_ref,
+    _over_tokens(p, x_ref, log_a_ref, begins_ref, s, channels, False, step, start),
+    channels,
+  )
 
 
 def _reverse_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
@@ -177,7 +181,11 @@ def _reverse_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     return u
 
   end = take(end_ref, channels).astype(f32)
-  give(start_ref, _over_tokens(p, dh_ref, log_a_ref, begins_ref, s, channels, True, step, end), channels)
+  give(
+    start_ref,
+    _over_tokens(p, dh_ref, log_a_ref, begins_ref, s, channels, True, step, end),
+    channels,
+  )
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
@@ -190,28 +198,43 @@ def _starts(p: Plan, y, log_a, begins, state, reverse: bool) -> Float[Array, "B 
   specs, whole = _specs(p, True), _specs(p, False)
   states = jax.ShapeDtypeStruct((p.B, p.S, p.D), f32)
   A, H = launch(
-    functools.partial(_summaries_kernel, p=p, reverse=reverse), (y, log_a, begins),
-    name="recurrence_summaries", programs=p.B * p.S * p.ND, warps=WARPS, stages=1,
+    functools.partial(_summaries_kernel, p=p, reverse=reverse),
+    (y, log_a, begins),
+    name="recurrence_summaries",
+    programs=p.B * p.S * p.ND,
+    warps=WARPS,
+    stages=1,
     in_specs=[specs[name] for name in ("x", "x", "begins")],
-    out_specs=[specs["states"]] * 2, out_shapes=[states] * 2,
-  )  # fmt: skip
+    out_specs=[specs["states"]] * 2,
+    out_shapes=[states] * 2,
+  )
   (starts,) = launch(
-    functools.partial(_combine_kernel, p=p, reverse=reverse), (A, H, state),
-    name="recurrence_combine", programs=p.B * p.ND, warps=WARPS, stages=1,
+    functools.partial(_combine_kernel, p=p, reverse=reverse),
+    (A, H, state),
+    name="recurrence_combine",
+    programs=p.B * p.ND,
+    warps=WARPS,
+    stages=1,
     in_specs=[whole[name] for name in ("states", "states", "state")],
-    out_specs=[whole["states"]], out_shapes=[states],
-  )  # fmt: skip
+    out_specs=[whole["states"]],
+    out_shapes=[states],
+  )
   return starts
 
 
 def _replay(p: Plan, x, log_a, begins, starts) -> tuple[Array, Array]:
   specs = _specs(p, True)
   h, ends = launch(
-    functools.partial(_replay_kernel, p=p), (x, log_a, begins, starts),
-    name="recurrence_replay", programs=p.B * p.S * p.ND, warps=WARPS, stages=1,
-    in_specs=[specs[name] for name in ("x", "x", "begins", "states")], out_specs=[specs["x"], specs["states"]],
+    functools.partial(_replay_kernel, p=p),
+    (x, log_a, begins, starts),
+    name="recurrence_replay",
+    programs=p.B * p.S * p.ND,
+    warps=WARPS,
+    stages=1,
+    in_specs=[specs[name] for name in ("x", "x", "begins", "states")],
+    out_specs=[specs["x"], specs["states"]],
     out_shapes=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(starts.shape, f32)],
-  )  # fmt: skip
+  )
   return h, ends[:, -1]
 
 
@@ -219,12 +242,16 @@ def _replay_reverse(p: Plan, dh, log_a, begins, ends, h, state) -> tuple[Array, 
   specs = _specs(p, True)
   like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
   dx, dlog_a, starts = launch(
-    functools.partial(_reverse_kernel, p=p), (dh, log_a, begins, ends, h, state),
-    name="recurrence_reverse", programs=p.B * p.S * p.ND, warps=WARPS, stages=1,
+    functools.partial(_reverse_kernel, p=p),
+    (dh, log_a, begins, ends, h, state),
+    name="recurrence_reverse",
+    programs=p.B * p.S * p.ND,
+    warps=WARPS,
+    stages=1,
     in_specs=[specs[name] for name in ("x", "x", "begins", "states", "x", "state")],
     out_specs=[specs["x"], specs["x"], specs["states"]],
     out_shapes=[like(h), like(log_a), jax.ShapeDtypeStruct(ends.shape, f32)],
-  )  # fmt: skip
+  )
   return dx, dlog_a, starts[:, 0]
 
 

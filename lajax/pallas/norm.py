@@ -19,7 +19,10 @@ from lajax.pallas.tiles import both, give, inside, take
 f32 = jnp.float32
 MAX_WIDTH = 8192
 TILE, MAX_ROWS = 2048, 32  # numbers in a tile, of at least one row
-PROGRAMS, MAX_TILES = 1024, 32  # backward, a program takes up to so many tiles of rows where there are enough programs
+PROGRAMS, MAX_TILES = (
+  1024,
+  32,
+)  # backward, a program takes up to so many tiles of rows where there are enough programs
 TINY = float(jnp.finfo(f32).tiny)  # rows behind the end are zeros, and eps may be 0
 
 
@@ -104,7 +107,11 @@ def _backward_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 def _specs(p: Plan) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
   """Of arrays of rows, of the weight, and of its derivative."""
   rows = pl.BlockSpec((p.C * p.each, p.tile), lambda i: (i, 0))
-  return rows, pl.BlockSpec((p.tile,), lambda i: (0,)), pl.BlockSpec((None, p.tile), lambda i: (i, 0))
+  return (
+    rows,
+    pl.BlockSpec((p.tile,), lambda i: (0,)),
+    pl.BlockSpec((None, p.tile), lambda i: (i, 0)),
+  )
 
 
 # --- the operation ---------------------------------------------------------------------------------------------------
@@ -139,10 +146,16 @@ def _forward(static, x, weight, gate):
   p = _plan(x, *static)
   rows, columns, _ = _specs(p)
   (y,) = launch(
-    functools.partial(_forward_kernel, p=p), (x, weight, gate),
-    name="norm_forward", programs=p.programs, warps=p.warps, stages=1,
-    in_specs=[rows, columns, rows], out_specs=[rows], out_shapes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-  )  # fmt: skip
+    functools.partial(_forward_kernel, p=p),
+    (x, weight, gate),
+    name="norm_forward",
+    programs=p.programs,
+    warps=p.warps,
+    stages=1,
+    in_specs=[rows, columns, rows],
+    out_specs=[rows],
+    out_shapes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+  )
   return y, (x, weight, gate)
 
 
@@ -154,11 +167,16 @@ def _backward(static, residuals, dy):
   like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
   gates = [] if gate is None else [gate]
   dx, dweight, *dgate = launch(
-    functools.partial(_backward_kernel, p=p), (x, weight, gate, dy),
-    name="norm_backward", programs=p.programs, warps=p.warps, stages=1,
-    in_specs=[rows, columns, rows, rows], out_specs=[rows, sums, *(rows for _ in gates)],
+    functools.partial(_backward_kernel, p=p),
+    (x, weight, gate, dy),
+    name="norm_backward",
+    programs=p.programs,
+    warps=p.warps,
+    stages=1,
+    in_specs=[rows, columns, rows, rows],
+    out_specs=[rows, sums, *(rows for _ in gates)],
     out_shapes=[like(x), jax.ShapeDtypeStruct((p.programs, p.D), f32), *map(like, gates)],
-  )  # fmt: skip
+  )
   return dx, dweight.sum(0).astype(weight.dtype), dgate[0] if dgate else None
 
 

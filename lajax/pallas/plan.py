@@ -44,7 +44,9 @@ class Axes(NamedTuple):
   values: bool
 
 
-Table = Mapping[tuple[str, bool, bool], Tiles]  # by kernel, one decay a channel, operands wider than bfloat16
+Table = Mapping[
+  tuple[str, bool, bool], Tiles
+]  # by kernel, one decay a channel, operands wider than bfloat16
 CHUNK = {  # tokens, by whether there is one decay a channel, and whether the operands are wider than bfloat16
   (False, False): 64, (True, False): 32,
   (False, True): 32, (True, True): 16,
@@ -106,7 +108,9 @@ class Plan(NamedTuple):
     return self.cut_by(table[kernel, self.gate == "channel", self.dtype != jnp.bfloat16])
 
   def cut_by(self, t: Tiles) -> "Plan":
-    return self._replace(k_tile=_side(self.K, t.k), v_tile=_side(self.V, t.v), warps=t.warps, stages=t.stages)
+    return self._replace(
+      k_tile=_side(self.K, t.k), v_tile=_side(self.V, t.v), warps=t.warps, stages=t.stages
+    )
 
   def cut_in_parts(self, table: Table, kernel: str, most: int) -> "Plan":
     """Tiles of K of up to so many columns, which a program takes in parts of the table's."""
@@ -133,7 +137,18 @@ def plan(q, v, g, documents: bool, scale: float, dtype) -> Plan:
   gate = "none" if g is None else "head" if g.ndim == 3 else "channel"
   C = CHUNK[gate == "channel", dtype != jnp.bfloat16]
   return Plan(
-    B, T, H, HV, K, V, gate, documents, float(scale), dtype, C, segments(B * HV * -(-V // COLUMNS), -(-T // C))
+    B,
+    T,
+    H,
+    HV,
+    K,
+    V,
+    gate,
+    documents,
+    float(scale),
+    dtype,
+    C,
+    segments(B * HV * -(-V // COLUMNS), -(-T // C)),
   )
 
 
@@ -145,7 +160,9 @@ def segments(programs: int, chunks: int) -> int:
   return P if P >= LEAST else 1
 
 
-def refusal(p: Plan, inputs, chunk_size: int | None, table: Table, axes: Mapping[str, Axes]) -> str | None:
+def refusal(
+  p: Plan, inputs, chunk_size: int | None, table: Table, axes: Mapping[str, Axes]
+) -> str | None:
   """What no kernel of a matrix state takes, in a sentence."""
   if any(x is not None and x.dtype == jnp.float64 for x in inputs):
     return "the kernels compute in float32, and an input is float64."
@@ -154,10 +171,14 @@ def refusal(p: Plan, inputs, chunk_size: int | None, table: Table, axes: Mapping
   if chunk_size is not None and chunk_size != p.C:
     return f"the kernels' chunks have {p.C} tokens here, and chunk_size is {chunk_size}."
   cuts = (table.get((kernel, p.gate == "channel", p.dtype != jnp.bfloat16)) for kernel in axes)
-  programs = max(places(p.cut_by(cut), axis)[1] for cut, axis in zip(cuts, axes.values(), strict=True) if cut)
+  programs = max(
+    places(p.cut_by(cut), axis)[1] for cut, axis in zip(cuts, axes.values(), strict=True) if cut
+  )
   if programs >= 2**31 - 1:
     sizes = [p.B, p.T, p.HV, p.K, p.V]
-    return f"a GPU starts fewer than 2^31 programs, and [B T HV K V] = {sizes} would need {programs}."
+    return (
+      f"a GPU starts fewer than 2^31 programs, and [B T HV K V] = {sizes} would need {programs}."
+    )
   return None
 
 
@@ -176,7 +197,12 @@ class Place(NamedTuple):
 
 def places(p: Plan, along: Axes) -> tuple[Callable[[Array], Place], int]:
   """Program number -> Place, over batch, chunks or segments, heads and tiles where wanted; neighbours share inputs."""
-  sizes = (p.N if along.chunks else p.P, p.HV, p.NK if along.keys else 1, p.NV if along.values else 1)
+  sizes = (
+    p.N if along.chunks else p.P,
+    p.HV,
+    p.NK if along.keys else 1,
+    p.NV if along.values else 1,
+  )
 
   def place(program) -> Place:
     parts = []
@@ -192,7 +218,11 @@ def specs(p: Plan, along: Axes) -> dict[str, Any]:
   """BlockSpecs by kind of array. Without an axis among the programs' a block has all of it, of segments too."""
   chunks, keys, values = along
   place, G = places(p, along)[0], p.HV // p.H
-  C, K, V = (p.C if chunks else p.N * p.C, p.k_tile * (1 if keys else p.NK), p.v_tile * (1 if values else p.NV))
+  C, K, V = (
+    p.C if chunks else p.N * p.C,
+    p.k_tile * (1 if keys else p.NK),
+    p.v_tile * (1 if values else p.NV),
+  )
   n = lambda x: x.n if chunks else 0
   i = lambda x: x.i if keys else 0
   j = lambda x: x.j if values else 0
@@ -211,7 +241,9 @@ def specs(p: Plan, along: Axes) -> dict[str, Any]:
     "edges": spec((None, p.N + 1), lambda x: (x.b, 0)),
     "state": spec((None, None, K, V), lambda x: (x.b, x.h, i(x), j(x))),
     "segment": spec((None, None, None, K, V), lambda x: (x.b, x.n, x.h, i(x), j(x))),
-    "kept": spec((None, None, None if chunks else p.N // p.every, K, V), lambda x: (x.b, x.h, n(x), i(x), j(x))),
+    "kept": spec(
+      (None, None, None if chunks else p.N // p.every, K, V), lambda x: (x.b, x.h, n(x), i(x), j(x))
+    ),
     "pairs": spec((None, None, every, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0)),
     "two pairs": spec((None, None, every, 2, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0, 0)),
     "four pairs": spec((None, None, every, 4, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0, 0)),
@@ -227,22 +259,37 @@ def decayed_results(p: Plan, *dtypes) -> list[Result]:
 
 
 def start(
-  kernel: Callable, p: Plan, along: Axes, name: str, kinds: Sequence[str], arrays: Sequence[Array | None],
+  kernel: Callable,
+  p: Plan,
+  along: Axes,
+  name: str,
+  kinds: Sequence[str],
+  arrays: Sequence[Array | None],
   results: Sequence[Result],
 ) -> Sequence[Array]:
-  """Runs kernel(p=p) in a program for each place; `kinds` are those of the arrays' blocks."""  # fmt: skip
+  """Runs kernel(p=p) in a program for each place; `kinds` are those of the arrays' blocks."""
   blocks = specs(p, along)
   return launch(
-    functools.partial(kernel, p=p), arrays, name=name, programs=places(p, along)[1], warps=p.warps,
-    stages=p.stages, in_specs=[blocks[kind] for kind in kinds], out_specs=[blocks[kind] for kind, _, _ in results],
+    functools.partial(kernel, p=p),
+    arrays,
+    name=name,
+    programs=places(p, along)[1],
+    warps=p.warps,
+    stages=p.stages,
+    in_specs=[blocks[kind] for kind in kinds],
+    out_specs=[blocks[kind] for kind, _, _ in results],
     out_shapes=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
-  )  # fmt: skip
+  )
 
 
 def key_cotangents(p: Plan, *arrays: Array) -> list[Result]:
   """What gives the cotangents of arrays of keys [B T H K], of each value head where they are grouped, and dg."""
   tall = (p.B, p.T, p.HV, p.K)
-  dg = {"none": [], "head": [("dhead", (p.NK, p.B, p.T, p.HV), f32)], "channel": [("channel", tall, f32)]}[p.gate]
+  dg = {
+    "none": [],
+    "head": [("dhead", (p.NK, p.B, p.T, p.HV), f32)],
+    "channel": [("channel", tall, f32)],
+  }[p.gate]
   return [*(("dq", tall, f32 if p.HV > p.H else x.dtype) for x in arrays), *dg]
 
 

@@ -47,7 +47,10 @@ KERNELS = {  # of each family, in the order of their launches
   "gated_rms_norm": ("norm_forward", "norm_backward"),
 }  # fmt: skip
 GATED = ("linear_attention", "delta_rule", "dplr")
-FORWARD = {"delta_rule": delta_rule_forward, "dplr": dplr_forward}  # of families with a triangular system
+FORWARD = {
+  "delta_rule": delta_rule_forward,
+  "dplr": dplr_forward,
+}  # of families with a triangular system
 WITHOUT_PRODUCTS = (
   "linear_decode",
   "delta_decode",
@@ -96,8 +99,12 @@ def kernels(case: Case) -> tuple[str, ...]:
     own = case.family.removesuffix("_rule")
     left_out = (f"{own}_states", f"{own}_reads") if forward.fits(p) else (f"{own}_outputs",)
   cut = forward is None or case.D <= forward.WIDE
-  names = (name for name in KERNELS[case.family] if name.removesuffix("_in_segments") not in left_out)
-  return tuple(name for name in names if cut or not ("summaries" in name or name.endswith("_in_segments")))
+  names = (
+    name for name in KERNELS[case.family] if name.removesuffix("_in_segments") not in left_out
+  )
+  return tuple(
+    name for name in names if cut or not ("summaries" in name or name.endswith("_in_segments"))
+  )
 
 
 def cases() -> Iterator[Case]:
@@ -123,7 +130,9 @@ def programs(
   B, T, H, D = shape
   q, token, state = array((B, T, H, D), dtype), array((B, H, D), dtype), array((B, H, D, D), f32)
   gates = {"none": None, "head": (H,), "channel": (H, D)}[gate]
-  g, g_token = (None, None) if gates is None else (array((B, T, *gates), f32), array((B, *gates), f32))
+  g, g_token = (
+    (None, None) if gates is None else (array((B, T, *gates), f32), array((B, *gates), f32))
+  )
   beta, beta_token = array((B, T, H), f32), array((B, H), f32)
   x, channels = array((B, T, H * D), dtype), array((H * D,), f32)
   call, args = {
@@ -131,9 +140,18 @@ def programs(
     "delta_rule": (delta_rule, (q, q, q, beta, g, state)),
     "dplr": (dplr, (q, q, q, q, q, g, state)),
     "attention": (functools.partial(attention, scale=D**-0.5), (q, q, q, None, None, None)),
-    "linear_recurrence": (linear_recurrence, (x, array(x.shape, f32), array((B, H * D), f32), None)),
-    "short_conv": (short_conv, (x, array((H * D, 4), f32), channels, array((B, 3, H * D), dtype), None)),
-    "gated_rms_norm": (gated_rms_norm, (array((B * T * H, D), dtype), array((D,), f32), array((B * T * H, D), dtype))),
+    "linear_recurrence": (
+      linear_recurrence,
+      (x, array(x.shape, f32), array((B, H * D), f32), None),
+    ),
+    "short_conv": (
+      short_conv,
+      (x, array((H * D, 4), f32), channels, array((B, 3, H * D), dtype), None),
+    ),
+    "gated_rms_norm": (
+      gated_rms_norm,
+      (array((B * T * H, D), dtype), array((D,), f32), array((B * T * H, D), dtype)),
+    ),
   }[family]
   cotangents = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(call, *args))
   found = {
@@ -142,28 +160,40 @@ def programs(
   }
   if family in THROUGH and (family not in FORWARD or D <= FORWARD[family].WIDE):
     cut = plan(q, q, g, False, 1.0, jnp.dtype(dtype)).P > 1
-    found["whole" if cut else "segments"] = Program(functools.partial(THROUGH[family], 1 if cut else LEAST), args)
+    found["whole" if cut else "segments"] = Program(
+      functools.partial(THROUGH[family], 1 if cut else LEAST), args
+    )
   if family == "linear_attention":
     found["decode"] = Program(decode_linear_attention, (state, token, token, token, g_token), (0,))
   elif family == "delta_rule":
-    found["decode"] = Program(decode_delta_rule, (state, token, token, token, beta_token, g_token), (0,))
+    found["decode"] = Program(
+      decode_delta_rule, (state, token, token, token, beta_token, g_token), (0,)
+    )
   elif family == "dplr":
-    found["decode"] = Program(decode_dplr, (state, token, token, token, token, token, g_token), (0,))
+    found["decode"] = Program(
+      decode_dplr, (state, token, token, token, token, token, g_token), (0,)
+    )
   return found
 
 
 def _linear_through(P: int, q, k, v, g, state):
   p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=P)
-  passes = (attend(p, q, k, v, g, None, None, state, v, reverse, keep=True) for reverse in (False, True))
+  passes = (
+    attend(p, q, k, v, g, None, None, state, v, reverse, keep=True) for reverse in (False, True)
+  )
   return tuple(passes)
 
 
 def _delta_through(P: int, q, k, v, beta, g, state):
   p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=P)
   solved = delta_rule_forward.solve(p, q, k, beta, g, None, None)
-  o, last, _, matrices = delta_rule_forward.attend(p, solved, v, beta, g, None, None, state, v, keep=True)
+  o, last, _, matrices = delta_rule_forward.attend(
+    p, solved, v, beta, g, None, None, state, v, keep=True
+  )
   readers, square = (solved.k_reader, solved.q_reader, solved.k_writer), solved.squares
-  back = delta_rule_backward.carry_back(p, *readers, o, v.astype(f32), beta, g, None, None, square, last, matrices)
+  back = delta_rule_backward.carry_back(
+    p, *readers, o, v.astype(f32), beta, g, None, None, square, last, matrices
+  )
   return o, last, back
 
 
@@ -171,12 +201,21 @@ def _dplr_through(P: int, q, k, v, a, b, g, state):
   p, p_back = (x._replace(P=P) for x in dplr_plans(q, v, g, q.dtype))
   solved = dplr_forward.solve(p, q, a, b, k, g, None, None)
   o, last, _, matrices = dplr_forward.attend(p, solved, v, g, None, None, state, v.dtype, keep=True)
-  readers, square = (solved.a_reader, solved.q_reader, solved.b_writer), jnp.ones((p.B, p.HV, p_back.N, *2 * (p_back.C,)))
-  back = dplr_backward.carry_back(p_back, *readers, o, v.astype(f32), g, None, None, square, last, matrices)
+  readers, square = (
+    (solved.a_reader, solved.q_reader, solved.b_writer),
+    jnp.ones((p.B, p.HV, p_back.N, *2 * (p_back.C,))),
+  )
+  back = dplr_backward.carry_back(
+    p_back, *readers, o, v.astype(f32), g, None, None, square, last, matrices
+  )
   return o, last, back
 
 
-THROUGH = {"linear_attention": _linear_through, "delta_rule": _delta_through, "dplr": _dplr_through}  # in P segments of time
+THROUGH = {
+  "linear_attention": _linear_through,
+  "delta_rule": _delta_through,
+  "dplr": _dplr_through,
+}  # in P segments of time
 
 
 def _train(call: Callable, count: int, *args):

@@ -48,7 +48,9 @@ def _dump(node) -> str:
     return f"[{','.join(map(_dump, node))}]"
   if not isinstance(node, ast.AST):
     return repr(node)
-  held = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+  held = (
+    (name, value) for name, value in ast.iter_fields(node) if value is not None and value != []
+  )
   return f"{type(node).__name__}({','.join(f'{name}={_dump(value)}' for name, value in held)})"
 
 
@@ -94,7 +96,10 @@ def modelled(case: Case, shape: Shape) -> list[Modelled]:
   (out, gradients) = jax.eval_shape(made["train"].call, *made["train"].args)
   inputs, cotangents = made["forward"].args, made["train"].args[len(made["forward"].args) :]
   least = model.array_bytes(inputs, out)
-  passes = [("forward", forward, least), ("forward, to be differentiated", both[: len(forward)], least)]
+  passes = [
+    ("forward", forward, least),
+    ("forward, to be differentiated", both[: len(forward)], least),
+  ]
   passes = passes[: 1 if passes[0][1] == passes[1][1] else 2]
   rows = []
   for direction, found, least in (
@@ -102,16 +107,27 @@ def modelled(case: Case, shape: Shape) -> list[Modelled]:
     ("backward", both[len(forward) :], model.array_bytes(inputs, cotangents, gradients)),
   ):
     times = {
-      name: 1e3 * sum(model.seconds(launch, gpu, case.dtype) for launch in found) for name, gpu in ARCHITECTURES.items()
+      name: 1e3 * sum(model.seconds(launch, gpu, case.dtype) for launch in found)
+      for name, gpu in ARCHITECTURES.items()
     }
     moved = sum(launch.moved for launch in found)
     B, T, H, D = shape
     rows.append(
       Modelled(
-        case.family, case.gate, B, T, H, D, case.dtype, direction, len(found), moved / least,
-        sum(launch.operations for launch in found), times,
+        case.family,
+        case.gate,
+        B,
+        T,
+        H,
+        D,
+        case.dtype,
+        direction,
+        len(found),
+        moved / least,
+        sum(launch.operations for launch in found),
+        times,
       )
-    )  # fmt: skip
+    )
   return rows
 
 
@@ -128,12 +144,34 @@ class Figure(NamedTuple):
 
 
 FIGURES = (
-  Figure("sm_90a", "delta_rule", "head", Shape(1, 4096, 8, 128), 0.077, 0.253, "jax-linear-attention"),
-  Figure("sm_90a", "delta_rule", "head", Shape(4, 4096, 16, 64), 0.146, 0.532, "jax-linear-attention"),
+  Figure(
+    "sm_90a", "delta_rule", "head", Shape(1, 4096, 8, 128), 0.077, 0.253, "jax-linear-attention"
+  ),
+  Figure(
+    "sm_90a", "delta_rule", "head", Shape(4, 4096, 16, 64), 0.146, 0.532, "jax-linear-attention"
+  ),
   Figure("sm_90a", "delta_rule", "head", Shape(1, 65536, 8, 128), 0.416, 1.472, "FlashQLA"),
-  Figure("sm_90a", "linear_attention", "channel", Shape(4, 4096, 16, 64), 0.259, 1.066, "jax-linear-attention"),
-  Figure("sm_90a", "delta_rule", "channel", Shape(1, 4096, 8, 128), 0.169, 0.569, "jax-linear-attention"),
-  Figure("sm_90a", "linear_attention", "head", Shape(1, 4096, 8, 128), 0.032, 0.142, "jax-linear-attention"),
+  Figure(
+    "sm_90a",
+    "linear_attention",
+    "channel",
+    Shape(4, 4096, 16, 64),
+    0.259,
+    1.066,
+    "jax-linear-attention",
+  ),
+  Figure(
+    "sm_90a", "delta_rule", "channel", Shape(1, 4096, 8, 128), 0.169, 0.569, "jax-linear-attention"
+  ),
+  Figure(
+    "sm_90a",
+    "linear_attention",
+    "head",
+    Shape(1, 4096, 8, 128),
+    0.032,
+    0.142,
+    "jax-linear-attention",
+  ),
 )
 
 
@@ -151,9 +189,13 @@ def compiled_table(rows: Sequence[Facts]) -> str:
   for row in rows:
     tensor = row.mma + row.wgmma + row.tcgen05
     cell = f"{row.warps}w {row.registers}r {row.spills + row.stack}s {row.shared / 1024:.0f}K {tensor}t {row.blocks}b"
-    cells.setdefault((row.family, row.kernel, row.gate, row.D, row.dtype), {})[row.architecture] = cell
+    cells.setdefault((row.family, row.kernel, row.gate, row.D, row.dtype), {})[row.architecture] = (
+      cell
+    )
   header = ["family", "kernel", "gate", "D", "dtype", *names]
-  return table(header, ([*key, *(by.get(name, "–") for name in names)] for key, by in cells.items()))
+  return table(
+    header, ([*key, *(by.get(name, "–") for name in names)] for key, by in cells.items())
+  )
 
 
 def model_table(rows: Sequence[Modelled]) -> str:
@@ -183,9 +225,16 @@ def figures_table() -> str:
     both = sum(times[-2:])
     gpu = ARCHITECTURES[figure.architecture].name
     rows.append(
-      [gpu, figure.family, figure.gate, ", ".join(map(str, figure.shape)), f"{forward:.3f} / {figure.forward:.3f}",
-       f"{both:.3f} / {figure.both:.3f}", figure.of]
-    )  # fmt: skip
+      [
+        gpu,
+        figure.family,
+        figure.gate,
+        ", ".join(map(str, figure.shape)),
+        f"{forward:.3f} / {figure.forward:.3f}",
+        f"{both:.3f} / {figure.both:.3f}",
+        figure.of,
+      ]
+    )
   return table(header, rows)
 
 
@@ -194,7 +243,8 @@ def steps_table(rows: Sequence[dict]) -> str:
   mib = {(row["layer"], row["impl"], row["T"]): f"{row['temp'] / 2**20:,.0f}" for row in rows}
   keys = dict.fromkeys((row["layer"], row["impl"]) for row in rows)
   return table(
-    ["layer", "impl", *(f"T = {T:,}" for T in lengths)], ([*key, *(mib[*key, T] for T in lengths)] for key in keys)
+    ["layer", "impl", *(f"T = {T:,}" for T in lengths)],
+    ([*key, *(mib[*key, T] for T in lengths)] for key in keys),
   )
 
 
@@ -235,22 +285,34 @@ for one H100.
 def as_json(found: dict) -> str:
   """One line a row."""
   lines = lambda rows: "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]"
-  parts = {name: lines(value) if isinstance(value, list) else json.dumps(value) for name, value in found.items()}
+  parts = {
+    name: lines(value) if isinstance(value, list) else json.dumps(value)
+    for name, value in found.items()
+  }
   return "{" + ",\n".join(f"{json.dumps(name)}: {part}" for name, part in parts.items()) + "}\n"
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description="What the kernels are, without a GPU: compiled, modelled.")
-  parser.add_argument("--docs", type=pathlib.Path, default=DOCS, help="where kernels.md and kernels.json go")
+  parser = argparse.ArgumentParser(
+    description="What the kernels are, without a GPU: compiled, modelled."
+  )
   parser.add_argument(
-    "--families", nargs="+", choices=KERNELS, help="compile these; default: those whose kernels changed"
+    "--docs", type=pathlib.Path, default=DOCS, help="where kernels.md and kernels.json go"
+  )
+  parser.add_argument(
+    "--families",
+    nargs="+",
+    choices=KERNELS,
+    help="compile these; default: those whose kernels changed",
   )
   parser.add_argument("--steps", action="store_true", help="compile the training steps again, too")
   args = parser.parse_args()
   path = args.docs / "kernels.json"
   found = json.loads(path.read_text()) if path.exists() else {}
   digests = found.get("fingerprints", {})
-  changed = args.families or [family for family in KERNELS if digests.get(family) != fingerprint(family)]
+  changed = args.families or [
+    family for family in KERNELS if digests.get(family) != fingerprint(family)
+  ]
   cases = list(programs.cases())
   for family in changed:
     print(f"compiling {family} ..", flush=True)
@@ -261,7 +323,9 @@ def main() -> None:
     found["fingerprints"] = found.get("fingerprints", {}) | {family: fingerprint(family)}
     path.write_text(as_json(found))
   modelled_cases = [case for case in cases if case.family != "attention"]
-  found["model"] = [row._asdict() for case in modelled_cases for row in modelled(case, Shape(D=case.D))]
+  found["model"] = [
+    row._asdict() for case in modelled_cases for row in modelled(case, Shape(D=case.D))
+  ]
   found["figures"] = figures_table()
   if args.steps or "steps" not in found:
     print("compiling training steps ..", flush=True)

@@ -29,19 +29,30 @@ def decays(p: Plan, g: Array | None, edges: Array | None) -> Array | None:
 
 
 def by_decays(
-  p: Plan, left: Array | None, ends: Float[Array, "B P HV K V"], first: Float[Array, "B HV K V"], reverse: bool
+  p: Plan,
+  left: Array | None,
+  ends: Float[Array, "B P HV K V"],
+  first: Float[Array, "B HV K V"],
+  reverse: bool,
 ) -> Float[Array, "B P HV K V"]:
   """The state that each segment begins with; in reverse, the cotangent of the one that it ends with."""
   left = jnp.ones((p.B, p.P, 1, 1, 1), f32) if left is None else left
-  others = slice(1, None) if reverse else slice(None, -1)  # all but the one that nothing comes after
+  others = (
+    slice(1, None) if reverse else slice(None, -1)
+  )  # all but the one that nothing comes after
   join = lambda x, y: jnp.concatenate([y, x] if reverse else [x, y], axis=1)
   left = join(jnp.zeros_like(left[:, :1]), left[:, others])
   combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
-  return lax.associative_scan(combine, (left, join(first[:, None], ends[:, others])), reverse=reverse, axis=1)[1]
+  return lax.associative_scan(
+    combine, (left, join(first[:, None], ends[:, others])), reverse=reverse, axis=1
+  )[1]
 
 
 def by_matrices(
-  left: Float[Array, "B P HV K K"], ends: Float[Array, "B P HV K V"], first: Float[Array, "B HV K V"], reverse: bool
+  left: Float[Array, "B P HV K K"],
+  ends: Float[Array, "B P HV K V"],
+  first: Float[Array, "B HV K V"],
+  reverse: bool,
 ) -> Float[Array, "B P HV K V"]:
   """As `by_decays`, one segment after the other; in reverse the matrices stand transposed."""
 
@@ -57,7 +68,12 @@ def by_matrices(
 
 
 def summaries(
-  kernel: Callable, p: Plan, along: Axes, name: str, kinds: Sequence[str], inputs: Sequence[Array | None]
+  kernel: Callable,
+  p: Plan,
+  along: Axes,
+  name: str,
+  kinds: Sequence[str],
+  inputs: Sequence[Array | None],
 ) -> tuple[Float[Array, "B P HV K V"], Float[Array, "B P HV K K"]]:
   """What each segment leaves of zeros, and its matrix: as further columns, from `matrix` on, behind those of values."""
   values_end, matrix = p.V, p.NV * p.v_tile
@@ -89,13 +105,20 @@ def carried_back(
 
   def go(name: str, tiles: str, states: Array | None, results: Sequence[Result]) -> Sequence[Array]:
     body = functools.partial(kernel, summary=states is None)
-    return start(body, p.cut(table, tiles), along, name, [*kinds, "segment"], [*inputs, states], results)
+    return start(
+      body, p.cut(table, tiles), along, name, [*kinds, "segment"], [*inputs, states], results
+    )
 
-  kept, segment = ("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept), ("segment", (p.B, p.P, p.HV, p.K, p.V), f32)
+  kept, segment = (
+    ("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept),
+    ("segment", (p.B, p.P, p.HV, p.K, p.V), f32),
+  )
   states = dlast[:, None]
   if matrices is not None:
     (ends,) = go(f"{family}_summaries_back", "summaries_back", None, [segment])
     states = by_matrices(matrices, ends, dlast, reverse=True)
   name = f"{family}_cotangents" + in_segments(p)
-  dkept, *found, before = go(name, "carry_back_wide" if wide else "carry_back", states, [kept, *results, segment])
+  dkept, *found, before = go(
+    name, "carry_back_wide" if wide else "carry_back", states, [kept, *results, segment]
+  )
   return dkept, *found, before[:, 0]

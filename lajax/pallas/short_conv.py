@@ -27,7 +27,10 @@ ROWS = {  # most rows in a tile, by kernel, and whether W > 4 and the inputs are
   ("forward", False, False): 16, ("forward", True, False): 16, ("forward", False, True): 16, ("forward", True, True): 16,
   ("backward", False, False): 16, ("backward", True, False): 4, ("backward", False, True): 8, ("backward", True, True): 8,
 }  # fmt: skip
-PROGRAMS, MAX_TILES = 2048, 16  # backward, a program takes up to so many tiles of rows where there are enough programs
+PROGRAMS, MAX_TILES = (
+  2048,
+  16,
+)  # backward, a program takes up to so many tiles of rows where there are enough programs
 
 
 class Plan(NamedTuple):
@@ -109,7 +112,9 @@ class Tokens(NamedTuple):
   def place(self, rank: Int[Array, "C"]) -> Int[Array, "C"]:
     """Where the token of a rank stands; T where there is none."""
     at = jnp.clip(rank, 0, self.p.T - 1)
-    return jnp.where(self.exist(rank), at if self.order is None else load(self.order.at[at]), self.p.T)
+    return jnp.where(
+      self.exist(rank), at if self.order is None else load(self.order.at[at]), self.p.T
+    )
 
   def run(self, rank: Int[Array, "C"]) -> Int[Array, "C"] | None:
     """The document: 0 of the cache, -1 of padding, -2 behind the end."""
@@ -120,7 +125,9 @@ class Tokens(NamedTuple):
 
   def values(self, rank: Int[Array, "C"], channels) -> Float[Array, "C tile"]:
     """x, or the cache where rank < 0; zeros before it and behind the end."""
-    x = take(rows(self.x, self.place(rank), self.p.tile), both(self.exist(rank), channels)).astype(f32)
+    x = take(rows(self.x, self.place(rank), self.p.tile), both(self.exist(rank), channels)).astype(
+      f32
+    )
     if self.cache is None:
       return x
     place, cached = self.place_in_cache(rank)
@@ -158,7 +165,9 @@ def _forward_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   y = jnp.zeros((p.C, p.tile), f32)
   for w in range(p.W):
     weight = take(weight_ref.at[:, jnp.int32(p.R - w)], channels).astype(f32)
-    y += weight[None, :] * _where(_equal(tokens.run(rank - w), own), tokens.values(rank - w, channels))
+    y += weight[None, :] * _where(
+      _equal(tokens.run(rank - w), own), tokens.values(rank - w, channels)
+    )
   if bias_ref is not None:
     y += take(bias_ref, channels).astype(f32)[None, :]
   if p.silu:
@@ -170,11 +179,16 @@ def _forward_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 def _forward_launch(p: Plan, x, weight, bias, cache, order, runs, dtype) -> Array:
   specs = _specs(p, p.T)
   (y,) = launch(
-    functools.partial(_forward_kernel, p=p), (x, weight, bias, cache, order, runs),
-    name="conv_forward", programs=p.B * p.programs(p.T) * p.ND, warps=WARPS, stages=1,
+    functools.partial(_forward_kernel, p=p),
+    (x, weight, bias, cache, order, runs),
+    name="conv_forward",
+    programs=p.B * p.programs(p.T) * p.ND,
+    warps=WARPS,
+    stages=1,
     in_specs=[specs[name] for name in ("x", "weight", "bias", "cache", "tokens", "tokens")],
-    out_specs=[specs["x"]], out_shapes=[jax.ShapeDtypeStruct(x.shape, dtype)],
-  )  # fmt: skip
+    out_specs=[specs["x"]],
+    out_shapes=[jax.ShapeDtypeStruct(x.shape, dtype)],
+  )
   return y
 
 
@@ -190,7 +204,9 @@ def _backward_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   dx_ref, dcache_ref, sums_ref = outputs if p.R else (outputs[0], None, outputs[1])
   _, part, j = _place(p, p.T + p.R)(pl.program_id(0))
   tokens, channels = Tokens(p, x_ref, cache_ref, order_ref, runs_ref), p.channels(j)
-  weights = [take(weight_ref.at[:, jnp.int32(p.R - w)], channels).astype(f32)[None, :] for w in range(p.W)]
+  weights = [
+    take(weight_ref.at[:, jnp.int32(p.R - w)], channels).astype(f32)[None, :] for w in range(p.W)
+  ]
   bias = 0.0 if bias_ref is None else take(bias_ref, channels).astype(f32)[None, :]
   count, last = (p.T, None) if ends_ref is None else (ends_ref[0], ends_ref[1])
 
@@ -200,7 +216,9 @@ def _backward_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     near = {d: tokens.values(rank + d, channels) for d in range(-p.R, p.W if p.silu else 1)}
     dx = dpre = jnp.zeros((p.C, p.tile), f32)
     for w in reversed(range(p.W)):
-      dpre = take(rows(dy_ref, tokens.place(rank + w), p.tile), both(tokens.exist(rank + w), channels)).astype(f32)
+      dpre = take(
+        rows(dy_ref, tokens.place(rank + w), p.tile), both(tokens.exist(rank + w), channels)
+      ).astype(f32)
       if p.silu:
         reads = [weights[v] * _where(_equal(runs[w - v], runs[w]), near[w - v]) for v in range(p.W)]
         pre = functools.reduce(jnp.add, reads) + bias
@@ -234,13 +252,19 @@ def _backward_launch(p: Plan, x, weight, bias, cache, documents: "Ranks | None",
   sums = jax.ShapeDtypeStruct((p.B, parts, p.W + 1, p.D), f32)
   results = [("x", jax.ShapeDtypeStruct(x.shape, x.dtype)), *cached, ("sums", sums)]
   dx, *dcache, sums = launch(
-    functools.partial(_backward_kernel, p=p), (x, weight, bias, cache, order, runs, ends, dy, drest),
-    name="conv_backward", programs=p.B * parts * p.ND, warps=WARPS, stages=1,
+    functools.partial(_backward_kernel, p=p),
+    (x, weight, bias, cache, order, runs, ends, dy, drest),
+    name="conv_backward",
+    programs=p.B * parts * p.ND,
+    warps=WARPS,
+    stages=1,
     in_specs=[
-      specs[name] for name in ("x", "weight", "bias", "cache", "tokens", "tokens", "ends", "x", "cache")
+      specs[name]
+      for name in ("x", "weight", "bias", "cache", "tokens", "tokens", "ends", "x", "cache")
     ],
-    out_specs=[specs[name] for name, _ in results], out_shapes=[shape for _, shape in results],
-  )  # fmt: skip
+    out_specs=[specs[name] for name, _ in results],
+    out_shapes=[shape for _, shape in results],
+  )
   sums = sums.sum((0, 1))
   return dx, dcache[0] if cached else None, sums[: p.W].T, sums[p.W]
 
@@ -266,7 +290,9 @@ def ranks(ids: Int[Array, "B T"]) -> Ranks:
   places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
   order = jnp.zeros((B, T), jnp.int32).at[rows, rank].set(places, unique_indices=True)
   last = jnp.maximum(ids.max(1, keepdims=True), 0)
-  return Ranks(order, jnp.take_along_axis(ids, order, axis=1), jnp.concatenate([count, last], axis=1))
+  return Ranks(
+    order, jnp.take_along_axis(ids, order, axis=1), jnp.concatenate([count, last], axis=1)
+  )
 
 
 def short_conv(
@@ -308,12 +334,20 @@ def _forward(static, inputs, documents: Ranks | None):
 def _rest(p: Plan, x, cache, documents: Ranks | None) -> Float[Array, "B W-1 D"]:
   """The last R tokens behind the cache."""
   if documents is None:
-    return jnp.concatenate([cache[:, min(p.T, p.R) :], x[:, max(p.T - p.R, 0) :].astype(cache.dtype)], axis=1)
+    return jnp.concatenate(
+      [cache[:, min(p.T, p.R) :], x[:, max(p.T - p.R, 0) :].astype(cache.dtype)], axis=1
+    )
   order, runs, ends = documents
   rank = ends[:, :1] + jnp.arange(-p.R, 0)
   at = jnp.clip(rank, 0, p.T - 1)
-  new = jnp.take_along_axis(x, jnp.take_along_axis(order, at, axis=1)[..., None], axis=1).astype(cache.dtype)
-  old = jnp.take_along_axis(cache, jnp.clip(rank + p.R, 0, p.R - 1)[..., None], axis=1) if p.R else cache
+  new = jnp.take_along_axis(x, jnp.take_along_axis(order, at, axis=1)[..., None], axis=1).astype(
+    cache.dtype
+  )
+  old = (
+    jnp.take_along_axis(cache, jnp.clip(rank + p.R, 0, p.R - 1)[..., None], axis=1)
+    if p.R
+    else cache
+  )
   run = jnp.where(rank < 0, 0, jnp.take_along_axis(runs, at, axis=1))
   rest = jnp.where((rank < 0)[..., None], old, new)
   return jnp.where((run == ends[:, 1:])[..., None], rest, jnp.zeros((), rest.dtype))
@@ -324,9 +358,16 @@ def _backward(static, residuals, cotangents):
   dy, drest = cotangents
   p = _plan("backward", x, weight.shape[1], static[0])
   some = lambda a: a if p.R else None
-  dx, dcache, dweight, dbias = _backward_launch(p, x, weight, bias, some(cache), documents, dy, some(drest))
+  dx, dcache, dweight, dbias = _backward_launch(
+    p, x, weight, bias, some(cache), documents, dy, some(drest)
+  )
   dcache = jnp.zeros_like(cache) if dcache is None else dcache
-  return (dx, dweight.astype(weight.dtype), None if bias is None else dbias.astype(bias.dtype), dcache), None
+  return (
+    dx,
+    dweight.astype(weight.dtype),
+    None if bias is None else dbias.astype(bias.dtype),
+    dcache,
+  ), None
 
 
 _convolve = differentiable(_forward, _backward)
@@ -342,5 +383,7 @@ def supports(x, weight, cache) -> str | None:
   p = _plan("backward", x, W, True)
   programs = p.B * p.programs(p.T + p.R) * p.ND
   if programs >= 2**31 - 1:
-    return f"a GPU starts fewer than 2^31 programs, and [B T D] = {[*x.shape]} would need {programs}."
+    return (
+      f"a GPU starts fewer than 2^31 programs, and [B T D] = {[*x.shape]} would need {programs}."
+    )
   return None

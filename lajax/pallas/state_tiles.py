@@ -70,7 +70,9 @@ def identity_from(p: Plan, start: int, column: Array) -> list[Array]:
 
 
 def scores_of(product: Products, x: list[Array], y: list[Array]) -> Float[Array, "C C"]:
-  return sum(product.inner(a, b) for a, b in zip(x[1:], y[1:], strict=True)) + product.inner(x[0], y[0])
+  return sum(product.inner(a, b) for a, b in zip(x[1:], y[1:], strict=True)) + product.inner(
+    x[0], y[0]
+  )
 
 
 def read_state(product: Products, x: list[Array], S: list[Array]) -> Float[Array, "C V"]:

@@ -55,7 +55,9 @@ class Products(NamedTuple):
     """The high part has the first bits of x and is exact, so that no compiler can take x less itself for 0."""
     if not self.fine or x.dtype == self.dtype:
       return [x.astype(self.dtype)]
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(1 << 16), jnp.float32)
+    high = lax.bitcast_convert_type(
+      lax.bitcast_convert_type(x, jnp.int32) & -(1 << 16), jnp.float32
+    )
     return [high.astype(self.dtype), (x - high).astype(self.dtype)]
 
 
@@ -76,7 +78,11 @@ def products(dtype: jnp.dtype, interpreted: bool) -> Products:
 
 def fine_products(dtype: jnp.dtype, interpreted: bool) -> Products:
   """For sums that cancel: 16 bits of each operand where inputs are bfloat16, else all of float32."""
-  return products(dtype, interpreted)._replace(fine=True) if dtype == jnp.bfloat16 else full_products(interpreted)
+  return (
+    products(dtype, interpreted)._replace(fine=True)
+    if dtype == jnp.bfloat16
+    else full_products(interpreted)
+  )
 
 
 def full_products(interpreted: bool) -> Products:
@@ -95,7 +101,13 @@ def inside(start, size: int, end: int, whole: bool) -> Bool[Array, "size"] | Non
 def both(rows: Array | None, columns: Array | None) -> Array | None:
   """The mask of a tile from those of its rows and columns."""
   if rows is None or columns is None:
-    return columns[None, :] if rows is None and columns is not None else None if rows is None else rows[:, None]
+    return (
+      columns[None, :]
+      if rows is None and columns is not None
+      else None
+      if rows is None
+      else rows[:, None]
+    )
   return rows[:, None] & columns[None, :]
 
 
@@ -146,7 +158,9 @@ def between_before_per_head(g: Float[Array, "C"]) -> Float[Array, "C C"]:
   return jnp.exp(jnp.cumsum(jnp.where(row > column + 1, preceding[:, None], 0.0), axis=0))
 
 
-def sums(keep: Bool[Array, "C C"], x: Float[Array, "C K"], product: Products) -> Float[Array, "C K"]:
+def sums(
+  keep: Bool[Array, "C C"], x: Float[Array, "C K"], product: Products
+) -> Float[Array, "C K"]:
   """For each row of `keep`, the sum of the rows of x that it keeps."""
   return product(keep.astype(product.dtype), x)
 
@@ -193,15 +207,22 @@ def _halves(heads: list[Array]) -> Iterator[tuple[int, list[Array], Array]]:
     yield h, heads, after
     pair = (C // (2 * h), 2 * h, K)
     place, u, a = iota(pair, 1), heads[0].reshape(pair), after.reshape(pair)
-    first = jnp.sum(jnp.where(place == h - 1, u, 0.0), axis=1, keepdims=True)  # of the whole earlier half
+    first = jnp.sum(
+      jnp.where(place == h - 1, u, 0.0), axis=1, keepdims=True
+    )  # of the whole earlier half
     second = jnp.sum(jnp.where(place == 2 * h - 1, u, 0.0), axis=1, keepdims=True)
-    heads = [jnp.where(place >= h, x * first, x).reshape(C, K) for x in (u, *(x.reshape(pair) for x in heads[1:]))]
+    heads = [
+      jnp.where(place >= h, x * first, x).reshape(C, K)
+      for x in (u, *(x.reshape(pair) for x in heads[1:]))
+    ]
     after = jnp.where(place < h, a * second, a).reshape(C, K)
     h *= 2
   yield h, heads, after
 
 
-def decays_of_halves(g: Float[Array, "C K"], level: Int[Array, ""] | int, full: Products) -> tuple[Array, Array, Array]:
+def decays_of_halves(
+  g: Float[Array, "C K"], level: Int[Array, ""] | int, full: Products
+) -> tuple[Array, Array, Array]:
   """What `halves_before` gives with h = 2^level, which need not be known beforehand: from sums over the intervals."""
   shape = (g.shape[0], g.shape[0])
   row, column, g = iota(shape, 0), iota(shape, 1), jnp.maximum(g, NEGLIGIBLE)
@@ -251,7 +272,9 @@ def throughout(runs: Runs | None, x: Array) -> Array:
   return x if runs is None else jnp.where(runs.before == runs.last, x, 0.0)
 
 
-def pairs(runs: Runs | None, keep: Bool[Array, "C C"], x: Float[Array, "C C"]) -> Float[Array, "C C"]:
+def pairs(
+  runs: Runs | None, keep: Bool[Array, "C C"], x: Float[Array, "C C"]
+) -> Float[Array, "C C"]:
   """x of the pairs that are kept and of one document; else 0."""
   return jnp.where(keep if runs is None else keep & runs.together(), x, 0.0)
 
@@ -265,7 +288,9 @@ def _column(keep: Bool[Array, "C"], like: Array) -> Array:
 SOLVED = 16  # side of the blocks that are solved column by column
 
 
-def solve(M: Float[Array, "C C"], beta: Float[Array, "C"], product: Products) -> Float[Array, "C C"]:
+def solve(
+  M: Float[Array, "C C"], beta: Float[Array, "C"], product: Products
+) -> Float[Array, "C C"]:
   """G = (I + M Diag(beta))^-1 M, for M that is zero on and above the diagonal, and C = 16, 32, 64 ..
 
   With it both inverses are at hand, without a division: (I + M Diag(beta))^-1 = I - G Diag(beta), and
@@ -329,4 +354,6 @@ def _join(x: Float[Array, "M N"], y: Float[Array, "M N"], axis: int) -> Array:
   """One behind the other along an axis, of what the lowering has: a new last axis of two, transposed and flattened."""
   M, N = x.shape
   z = jnp.stack([x, y], axis=-1)
-  return z.transpose(2, 0, 1).reshape(2 * M, N) if axis == 0 else z.transpose(0, 2, 1).reshape(M, 2 * N)
+  return (
+    z.transpose(2, 0, 1).reshape(2 * M, N) if axis == 0 else z.transpose(0, 2, 1).reshape(M, 2 * N)
+  )

@@ -36,7 +36,9 @@ class Where(NamedTuple):
   segment: Int[Array, "B T"]
 
 
-def partial_softmax(scores: Float[Array, "... S"], values: Float[Array, "S V"], mask=True) -> Partial:
+def partial_softmax(
+  scores: Float[Array, "... S"], values: Float[Array, "S V"], mask=True
+) -> Partial:
   """The softmax of some scores over their values, unfinished."""
   return _partial(scores, mask, lambda p: p @ values)
 
@@ -102,16 +104,27 @@ def attend(
   start = _start(sink, q.shape, v.shape[-1], HK, dtype)
   form = {"chunked": _chunked, "recurrent": _recurrent, "associative": _associative}[impl]
   o = form(
-    queries, k.astype(dtype), v.astype(dtype), gates, Where(q_positions, q_segments), Where(k_positions, k_segments),
-    partial(visible, causal=causal, window=window), start, precision,
-  )  # fmt: skip
+    queries,
+    k.astype(dtype),
+    v.astype(dtype),
+    gates,
+    Where(q_positions, q_segments),
+    Where(k_positions, k_segments),
+    partial(visible, causal=causal, window=window),
+    start,
+    precision,
+  )
   return o.reshape(*o.shape[:2], H, o.shape[-1]).astype(v.dtype)
 
 
 def _start(sink, q_shape, V: int, HK: int, dtype) -> Partial:
   """The partial before any key: nothing, or the sink. [HK G], to be broadcast over batch and queries."""
   H = q_shape[2]
-  m = jnp.full((HK, H // HK), LOWEST, dtype) if sink is None else sink.astype(dtype).reshape(HK, H // HK)
+  m = (
+    jnp.full((HK, H // HK), LOWEST, dtype)
+    if sink is None
+    else sink.astype(dtype).reshape(HK, H // HK)
+  )
   top = lax.stop_gradient(m)
   l = jnp.zeros_like(m) if sink is None else jnp.exp(m - top)
   return Partial(top, l, jnp.zeros((*m.shape, V), dtype))
@@ -221,7 +234,9 @@ def _query_blocks(form):
         bias = None if sums is None else _bias(upto, after, row, n == m, _own_block(x))
         return _block(q, k, v, bias, mask(where, at), precision)
 
-      return jnp.moveaxis(finish(form(read, mask, where, kv, sums, between, begin)), 3, 1)  # [B size HK G V]
+      return jnp.moveaxis(
+        finish(form(read, mask, where, kv, sums, between, begin)), 3, 1
+      )  # [B size HK G V]
 
     N = -(-T // size)
     per_block = (None, None, None) if sums is None else (sums.upto, sums.between, own)

@@ -47,8 +47,12 @@ class Corrections(NamedTuple):
 
 
 def _corrections(x: Tokens) -> Corrections:
-  times = lambda y, strength: y * (strength if y.ndim == strength.ndim else spread(strength, y.shape[-1]))
-  return Corrections(x.q, x.k, times(x.k, x.erase), times(x.v, x.erase if x.write is None else x.write), x.g)
+  times = lambda y, strength: (
+    y * (strength if y.ndim == strength.ndim else spread(strength, y.shape[-1]))
+  )
+  return Corrections(
+    x.q, x.k, times(x.k, x.erase), times(x.v, x.erase if x.write is None else x.write), x.g
+  )
 
 
 def _step(state, x: Corrections):
@@ -60,7 +64,9 @@ def _step(state, x: Corrections):
 
 def _lift(x: Corrections) -> Affine:
   decay = token_decay(x.g, x.k) * jnp.ones_like(x.k)
-  return Affine(jnp.diag(decay) - x.k[:, None] * (x.r * decay)[None, :], x.k[:, None] * x.u[None, :])
+  return Affine(
+    jnp.diag(decay) - x.k[:, None] * (x.r * decay)[None, :], x.k[:, None] * x.u[None, :]
+  )
 
 
 def _read(before, after, x: Corrections):
@@ -91,7 +97,9 @@ def _solve(x: Corrections, masks: Masks | None, precision) -> _Solved:
   return _Solved(d, scores[:, 0], *_inverse(x, d, scores[:, 1], precision))
 
 
-def _inverse(x: Corrections, d: Decay, N: Float[Array, "C C"], precision) -> tuple[Array, Array, Array]:
+def _inverse(
+  x: Corrections, d: Decay, N: Float[Array, "C C"], precision
+) -> tuple[Array, Array, Array]:
   """T, W and U."""
   T, full = unit_lower_inverse(jnp.tril(N, -1)), partial(jnp.matmul, precision=precision)
   return T, full(T, x.r * d.head), full(T, x.u)
@@ -111,13 +119,22 @@ def _begin_pullback(x: Corrections, masks: Masks | None, do: Array, precision):
 
 
 def _pullback(
-  x: Corrections, masks: Masks | None, kept: _Solved, state: Array, dstate: Array, do: Array, precision
+  x: Corrections,
+  masks: Masks | None,
+  kept: _Solved,
+  state: Array,
+  dstate: Array,
+  do: Array,
+  precision,
 ) -> Corrections:
   q, k, r, d, (C, K) = x.q, x.k, x.r, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
   values = kept.U - full(kept.W, state)
   du = full(transposed(kept.T), full(transposed(kept.P), do) + full(k * d.tail, dstate))
-  readers, cotangents = jnp.stack([q, r], axis=1), jnp.stack([do, -du], axis=1).reshape(2 * C, -1)  # what reads gives
+  readers, cotangents = (
+    jnp.stack([q, r], axis=1),
+    jnp.stack([do, -du], axis=1).reshape(2 * C, -1),
+  )  # what reads gives
   dscores = full(cotangents, values.T).reshape(C, 2, C, 1)
   dreaders, dk_pairs = d.scores_pullback(dscores, readers, k[:, None], precision)
   dreaders += full(cotangents, state.T).reshape(C, 2, K) * d.head[:, None]
@@ -127,7 +144,9 @@ def _pullback(
   if x.g is not None:
     total = d.total * row_sums(state * dstate)[:, 0]
     dg = gate_pullback(x.g, (readers * dreaders).sum(1), k * dk_pairs, k * dk_state, total)
-  return Corrections(dreaders[:, 0] + own * k, dk_pairs + dk_state + own * q, dreaders[:, 1], du, dg)
+  return Corrections(
+    dreaders[:, 0] + own * k, dk_pairs + dk_state + own * q, dreaders[:, 1], du, dg
+  )
 
 
 rule = prepared(Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback), _corrections)
@@ -171,7 +190,9 @@ def _respond_by_rows(x: _Reads, state: Array, precision) -> Array:
   full = partial(jnp.matmul, precision=precision)
   scores = full(x.q, (x.U - full(x.W, state)).T)
   own = jnp.diagonal(scores)[:, None] * x.k
-  pairs, _ = x.decay.scores_pullback(scores[:, None, :, None], x.k[:, None], x.k[:, None], precision)
+  pairs, _ = x.decay.scores_pullback(
+    scores[:, None, :, None], x.k[:, None], x.k[:, None], precision
+  )
   return full(x.q, state.T) * x.decay.head + pairs[:, 0] + own
 
 
@@ -196,7 +217,13 @@ def _begin_pullback_by_rows(x: Corrections, masks: Masks | None, do: Array, prec
 
 
 def _pullback_by_rows(
-  x: Corrections, masks: Masks | None, kept: _SolvedByRows, state: Array, dstate: Array, do: Array, precision
+  x: Corrections,
+  masks: Masks | None,
+  kept: _SolvedByRows,
+  state: Array,
+  dstate: Array,
+  do: Array,
+  precision,
 ) -> Corrections:
   q, k, d, (C, K) = x.q, x.k, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
@@ -217,6 +244,12 @@ def _pullback_by_rows(
 
 
 _by_rows = Rule(
-  _step_by_rows, _lift, _read_rows, _chunk_by_rows, _begin_pullback_by_rows, _pullback_by_rows, _respond_by_rows
+  _step_by_rows,
+  _lift,
+  _read_rows,
+  _chunk_by_rows,
+  _begin_pullback_by_rows,
+  _pullback_by_rows,
+  _respond_by_rows,
 )
 by_rows = prepared(_by_rows, _corrections)

@@ -76,7 +76,9 @@ def _solve(x: Tokens, masks: Masks | None, precision) -> _Solved:
   scores = d.scores(_readers(x), _writers(x), precision, careful=True)
   N = d.inside(preceding(scores[:, 1:]))[:, 0]
   T = unit_lower_inverse(-N[..., 0], precision)
-  return _Solved(d, T, N[..., 1], scores[:, 0], full(T, x.a * d.before), full(T, full(N[..., 1], x.v)))
+  return _Solved(
+    d, T, N[..., 1], scores[:, 0], full(T, x.a * d.before), full(T, full(N[..., 1], x.v))
+  )
 
 
 def _readers(x: Tokens) -> Float[Array, "C 2 K"]:
@@ -110,15 +112,23 @@ def _pullback(
   readers, writers = _readers(x), _writers(x)
   w = full(kept.W, state) + kept.U
   dwritten = full(transposed(kept.P.reshape(C, 2 * C)), do)
-  dwritten = (dwritten + full((writers * d.tail[:, None]).reshape(2 * C, K), dstate)).reshape(C, 2, -1)
+  dwritten = (dwritten + full((writers * d.tail[:, None]).reshape(2 * C, K), dstate)).reshape(
+    C, 2, -1
+  )
   dz = full(transposed(kept.T), dwritten[:, 0])
   dv = dwritten[:, 1] + full(transposed(kept.N_ak), dz)
-  reads, written = jnp.stack([do, dz], axis=1).reshape(2 * C, -1), jnp.stack([w, x.v], axis=1).reshape(2 * C, -1)
+  reads, written = (
+    jnp.stack([do, dz], axis=1).reshape(2 * C, -1),
+    jnp.stack([w, x.v], axis=1).reshape(2 * C, -1),
+  )
   dscores = full(reads, written.T).reshape(C, 2, C, 2)
   dscores = jnp.concatenate([dscores[:, :1], following(d.inside(dscores[:, 1:]))], axis=1)
   dreaders, dwriters = d.scores_pullback(dscores, readers, writers, precision)
   from_state = full(reads, state.T).reshape(C, 2, K)
-  dq, da = dreaders[:, 0] + from_state[:, 0] * d.head, preceding(dreaders[:, 1]) + from_state[:, 1] * d.before
+  dq, da = (
+    dreaders[:, 0] + from_state[:, 0] * d.head,
+    preceding(dreaders[:, 1]) + from_state[:, 1] * d.before,
+  )
   to_state = full(written, dstate.T).reshape(C, 2, K) * d.tail[:, None]
   dg = None
   if x.g is not None:

@@ -20,8 +20,12 @@ from lajax._numerics import alike, segment_masks
 from lajax.recurrence.heads import Heads, heads_of
 from lajax.recurrence.transforms import differentiable, join_batches
 
-TOKENS_BETWEEN_STATES = 64  # of the token scan: in its backward pass the states between are computed again
-ROWS_AT_ONCE = 2048  # tokens times heads whose chunks are computed together: about what stays in a CPU's cache
+TOKENS_BETWEEN_STATES = (
+  64  # of the token scan: in its backward pass the states between are computed again
+)
+ROWS_AT_ONCE = (
+  2048  # tokens times heads whose chunks are computed together: about what stays in a CPU's cache
+)
 
 
 class Affine(NamedTuple):
@@ -59,10 +63,14 @@ class Rule(NamedTuple):
   read: Callable  # (state before, state after, token) -> output
   chunk: Callable  # (tokens, masks, precision) -> Chunk
   begin_pullback: Callable  # (tokens, masks, do, precision) -> (Affine, kept)
-  pullback: Callable  # (tokens, masks, kept, state, dstate, do, precision) -> cotangents of the tokens
+  pullback: (
+    Callable  # (tokens, masks, kept, state, dstate, do, precision) -> cotangents of the tokens
+  )
   respond: Callable = jnp.matmul  # (R, state, precision=) -> R S
   put_out: Callable | None = None  # what the chunk reads [C ..] -> (outputs [C V], kept)
-  put_out_pullback: Callable | None = None  # (kept, outputs, do) -> the cotangent of what the chunk reads
+  put_out_pullback: Callable | None = (
+    None  # (kept, outputs, do) -> the cotangent of what the chunk reads
+  )
 
 
 def prepared(rule: Rule, prepare: Callable) -> Rule:
@@ -77,7 +85,9 @@ def prepared(rule: Rule, prepare: Callable) -> Rule:
     lift=lambda x: rule.lift(prepare(x)),
     read=lambda before, after, x: rule.read(before, after, prepare(x)),
     chunk=lambda x, masks, precision: rule.chunk(prepare(x), masks, precision),
-    begin_pullback=lambda x, masks, do, precision: rule.begin_pullback(prepare(x), masks, do, precision),
+    begin_pullback=lambda x, masks, do, precision: rule.begin_pullback(
+      prepare(x), masks, do, precision
+    ),
     pullback=pullback,
   )
 
@@ -124,7 +134,9 @@ def segments(segment_ids: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Bool[Ar
 
 def blank_padding(tokens, real: Bool[Array, "B T"]):
   """Zeros for whatever stands in the padding, NaN included, so that it is the identity."""
-  blank = lambda x: jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+  blank = lambda x: jnp.where(
+    real.reshape(real.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)
+  )
   return jax.tree.map(blank, tokens)
 
 
@@ -150,7 +162,9 @@ def recurrent(rule: Rule, tokens, state: Array, runs: Array | None = None):
   whole = T - T % TOKENS_BETWEEN_STATES if large and T > TOKENS_BETWEEN_STATES else 0
   outputs = []
   if whole:
-    blocks = jax.tree.map(lambda x: x[:whole].reshape(-1, TOKENS_BETWEEN_STATES, *x.shape[1:]), (xs, changes))
+    blocks = jax.tree.map(
+      lambda x: x[:whole].reshape(-1, TOKENS_BETWEEN_STATES, *x.shape[1:]), (xs, changes)
+    )
     state, o = lax.scan(jax.checkpoint(scan), state, blocks)
     outputs.append(o.reshape(whole, *o.shape[2:]))
   if whole < T:
@@ -198,7 +212,9 @@ def associative(rule: Rule, tokens, state: Array, runs: Array | None = None):
   first = heads.nest(apply)(jax.tree.map(lambda x: x[0], maps), state)
   maps = Affine(maps.A, jnp.concatenate([first[None], maps.B[1:]]))
   _, states = lax.associative_scan(heads.nest(combine, 1), maps)
-  read = heads.over(lambda change, x, before, after: rule.read(_reset(before, change), after, x), axes)
+  read = heads.over(
+    lambda change, x, before, after: rule.read(_reset(before, change), after, x), axes
+  )
   o = jax.vmap(read)(changes, xs, jnp.concatenate([state[None], states[:-1]]), states)
   return _batch_major(heads, o), heads.unrows(states[-1])
 
@@ -224,7 +240,9 @@ def chunked(
   plan = _plan(T, B * state.shape[1], chunk_size)
   missing = plan.C * plan.M * plan.blocks - T
   if missing:
-    tokens = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)), tokens)
+    tokens = jax.tree.map(
+      lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)), tokens
+    )
     runs = None if runs is None else jnp.pad(runs, [(0, 0), (0, missing)], mode="edge")
   o, state = _swept(rule, plan, scale, precision)((tokens, state), runs)
   return o[:, :T], state
@@ -283,7 +301,9 @@ class _Sweep(NamedTuple):
     """Outputs and final state, and what is kept."""
     tokens, state = inputs
     heads = heads_of(tokens, state)
-    summary = heads.over(lambda r, x: self.rule.chunk(x, self._masks(r), self.precision), heads.axes(tokens))
+    summary = heads.over(
+      lambda r, x: self.rule.chunk(x, self._masks(r), self.precision), heads.axes(tokens)
+    )
 
     def block(state, n, _):
       chunk = summary(self._runs(heads, runs, n), self._take(heads, tokens, n))
@@ -295,8 +315,12 @@ class _Sweep(NamedTuple):
         o, kept = heads.nest(self.rule.put_out)(o)
       return state, self._give(heads, o, heads.G > 1), _Kept(starts, self._apart(kept))
 
-    like = jax.eval_shape(self.rule.read, state[0, 0], state[0, 0], jax.tree.map(lambda x: x[0, 0, 0], tokens))
-    like = jax.ShapeDtypeStruct((*jax.tree.leaves(tokens)[0].shape[:2], state.shape[1], *like.shape), like.dtype)
+    like = jax.eval_shape(
+      self.rule.read, state[0, 0], state[0, 0], jax.tree.map(lambda x: x[0, 0, 0], tokens)
+    )
+    like = jax.ShapeDtypeStruct(
+      (*jax.tree.leaves(tokens)[0].shape[:2], state.shape[1], *like.shape), like.dtype
+    )
     state, o, kept = self._over_blocks(block, heads.rows(state), like)
     return (o, heads.unrows(state)), kept if self.rule.put_out is None else kept._replace(outputs=o)
 
@@ -316,8 +340,12 @@ class _Sweep(NamedTuple):
       back, begun = heads.over(begin, (axes, 0))(r, (x, d))
       body = lambda s, affine: (heads.nest(_apply_transposed)(affine, s), s)
       dstate, dstates = lax.scan(body, dstate, self._apart(back), reverse=True)
-      dx = heads.over(finish, axes)(r, x, begun, self._together(forward.starts), self._together(dstates), d)
-      give = lambda dx, x: self._give(heads, dx if heads.grouped(x) or heads.G == 1 else dx.sum(1), heads.grouped(x))
+      dx = heads.over(finish, axes)(
+        r, x, begun, self._together(forward.starts), self._together(dstates), d
+      )
+      give = lambda dx, x: self._give(
+        heads, dx if heads.grouped(x) or heads.G == 1 else dx.sum(1), heads.grouped(x)
+      )
       return dstate, jax.tree.map(give, dx, tokens), None
 
     each = kept._replace(outputs=None)
@@ -334,7 +362,9 @@ class _Sweep(NamedTuple):
       carry, results, stacked = block(carry, 0, jax.tree.map(lambda x: x[0], kept))
       return carry, results, jax.tree.map(lambda y: y[None], stacked)
     leaves, tree = jax.tree.flatten(like)
-    results = tree.unflatten([alike(jnp.full(x.shape, i, x.dtype), carry) for i, x in enumerate(leaves, reverse)])
+    results = tree.unflatten(
+      [alike(jnp.full(x.shape, i, x.dtype), carry) for i, x in enumerate(leaves, reverse)]
+    )
     length = self.plan.C * self.plan.M
 
     def body(carried, x):
@@ -343,7 +373,9 @@ class _Sweep(NamedTuple):
       put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, n * length, axis=1)
       return (carry, jax.tree.map(put, results, parts)), stacked
 
-    (carry, results), stacked = lax.scan(body, (carry, results), (jnp.arange(self.plan.blocks), kept), reverse=reverse)
+    (carry, results), stacked = lax.scan(
+      body, (carry, results), (jnp.arange(self.plan.blocks), kept), reverse=reverse
+    )
     return carry, results, stacked
 
   def _scaled(self, x):
@@ -386,7 +418,8 @@ class _Sweep(NamedTuple):
       return None
     cut = lambda x: jnp.moveaxis(self._slice(x, n).reshape(heads.B, self.plan.M, self.plan.C), 1, 0)
     return jax.tree.map(
-      lambda x: jnp.repeat(cut(x), heads.H, axis=1).reshape(-1, self.plan.C), (runs, run_before(runs))
+      lambda x: jnp.repeat(cut(x), heads.H, axis=1).reshape(-1, self.plan.C),
+      (runs, run_before(runs)),
     )
 
   def _masks(self, runs):

@@ -6,7 +6,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lajax._numerics import Decay, Masks, decay, following, gate_pullback, preceding, row_sums, transposed
+from lajax._numerics import (
+  Decay,
+  Masks,
+  decay,
+  following,
+  gate_pullback,
+  preceding,
+  row_sums,
+  transposed,
+)
 from lajax.recurrence.drive import Affine, Chunk, Rule, prepared
 
 
@@ -68,7 +77,9 @@ def _chunk(before: bool, x: Tokens, masks: Masks | None, precision) -> Chunk:
   d = decay(x.g, len(x.k), x.k.dtype, masks)
   full = partial(jnp.matmul, precision=precision)
   scores = _scores(before, d, x, precision)
-  return Chunk(d.total, full(transposed(x.k * d.tail), x.v), _reads(before, d, x), full(scores, x.v))
+  return Chunk(
+    d.total, full(transposed(x.k * d.tail), x.v), _reads(before, d, x), full(scores, x.v)
+  )
 
 
 def _begin_pullback(before: bool, x: Tokens, masks: Masks | None, do: Array, precision):
@@ -76,7 +87,9 @@ def _begin_pullback(before: bool, x: Tokens, masks: Masks | None, do: Array, pre
   return Affine(d.total, jnp.matmul(transposed(_reads(before, d, x)), do, precision=precision)), d
 
 
-def _pullback(before: bool, x: Tokens, masks: Masks | None, d: Decay, state, dstate, do: Array, precision) -> Tokens:
+def _pullback(
+  before: bool, x: Tokens, masks: Masks | None, d: Decay, state, dstate, do: Array, precision
+) -> Tokens:
   q, k, v = x.q, x.k, x.v
   full = partial(jnp.matmul, precision=precision)
   dscores = full(do, v.T)[:, None, :, None]
@@ -101,7 +114,9 @@ def _pullback(before: bool, x: Tokens, masks: Masks | None, d: Decay, state, dst
 
 def _rule(before: bool) -> Rule:
   step, read = (_step_reading_before, _read_before) if before else (_step, _read)
-  return Rule(step, _lift, read, *(partial(f, before) for f in (_chunk, _begin_pullback, _pullback)))
+  return Rule(
+    step, _lift, read, *(partial(f, before) for f in (_chunk, _begin_pullback, _pullback))
+  )
 
 
 rule = _rule(before=False)
@@ -126,7 +141,9 @@ def _divisor(numerator: Array, denominator: Array) -> Array:
   return jnp.where((numerator == 0) & (denominator == 0), 1, denominator)
 
 
-def _divided_pullback(denominator: Float[Array, "C 1"], o: Float[Array, "C V"], do: Float[Array, "C V"]) -> Array:
+def _divided_pullback(
+  denominator: Float[Array, "C 1"], o: Float[Array, "C V"], do: Float[Array, "C V"]
+) -> Array:
   dnumerator = do / _divisor(o, denominator)
   return jnp.concatenate([dnumerator, -row_sums(o * dnumerator)], axis=-1)
 
@@ -145,5 +162,7 @@ def normalized(eps: float) -> Rule:
   def put_out(read):
     return divided(read, eps), read[..., -1:] + eps
 
-  of_values_with_ones = rule._replace(step=step, read=read, put_out=put_out, put_out_pullback=_divided_pullback)
+  of_values_with_ones = rule._replace(
+    step=step, read=read, put_out=put_out, put_out_pullback=_divided_pullback
+  )
   return prepared(of_values_with_ones, lambda x: x._replace(v=with_ones(x.v)))

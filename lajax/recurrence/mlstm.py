@@ -21,7 +21,10 @@ LARGEST = {
 
 
 def stabilise(
-  i: Float[Array, "B T HV"], f: Float[Array, "B T HV"], m: Float[Array, "B HV"], segment_ids: Int[Array, "B T"] | None
+  i: Float[Array, "B T HV"],
+  f: Float[Array, "B T HV"],
+  m: Float[Array, "B HV"],
+  segment_ids: Int[Array, "B T"] | None,
 ) -> tuple[Array, Array, Array]:
   """The running maximum behind each token, log f' <= 0, and i', each [B T HV]; a new document begins with m = 0."""
   i, f, m = (jnp.maximum(x, NEGLIGIBLE) for x in (i, f, m))
@@ -34,7 +37,11 @@ def stabilise(
   fixed = lax.stop_gradient(top)
   before = jnp.concatenate([lax.stop_gradient(m)[:, None], fixed[:, :-1]], axis=1)
   before = before if first is None else jnp.where(first, 0, before)
-  return top, f + (before - fixed), jnp.exp(i - fixed)  # in this order: m may be large, its change is not
+  return (
+    top,
+    f + (before - fixed),
+    jnp.exp(i - fixed),
+  )  # in this order: m may be large, its change is not
 
 
 @jax.jit
@@ -52,7 +59,9 @@ def _running_maximum(i, f, m, first):
   return jnp.maximum(c + m[:, None], d)
 
 
-def rescaled(state: Float[Array, "B HV K V"], m: Float[Array, "B HV"], sign: int) -> Float[Array, "B HV K V"]:
+def rescaled(
+  state: Float[Array, "B HV K V"], m: Float[Array, "B HV"], sign: int
+) -> Float[Array, "B HV K V"]:
   """The state as it is, with the derivatives of state * exp(sign m)."""
   return state * jnp.exp(sign * (m - lax.stop_gradient(m)))[..., None, None]
 

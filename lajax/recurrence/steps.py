@@ -27,12 +27,18 @@ def linear_attention_step(
   """One token of `lajax.linear_attention`: S = Diag(exp g) S + k v^T, o = scale S^T q, or with a bonus u
   o = scale (S + Diag(u) k v^T)^T q of the state before."""
   sizes = _shapes.check(
-    q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), g=(g, "B HV | B HV K"), bonus=(bonus, "H K"),
+    q=(q, "B H K"),
+    k=(k, "B H K"),
+    v=(v, "B HV V"),
+    g=(g, "B HV | B HV K"),
+    bonus=(bonus, "H K"),
     state=(state, "B HV K V"),
-  )  # fmt: skip
+  )
   dtype = accumulation_dtype(q, k, v, g, bonus, state)
   wide = _heads(sizes, dtype)
-  tokens = linear_attention.Tokens(wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(g))
+  tokens = linear_attention.Tokens(
+    wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(g)
+  )
   if bonus is None:
     return _step(linear_attention.rule, state.astype(dtype), tokens, v.dtype)
   state, o = _step(linear_attention.reading_before, state.astype(dtype), tokens, dtype)
@@ -55,7 +61,9 @@ def normalized_linear_attention_step(
   _shapes.check(v=(v, "B HV V"), S=(S, "B HV K V"), z=(z, "B HV K"))
   _shapes.check_not_negative("eps", eps)
   values = linear_attention.with_ones(v).astype(accumulation_dtype(v, S))
-  joined, read = linear_attention_step(jnp.concatenate([S, z[..., None]], axis=-1), q, k, values, g, scale=scale)
+  joined, read = linear_attention_step(
+    jnp.concatenate([S, z[..., None]], axis=-1), q, k, values, g, scale=scale
+  )
   return (joined[..., :-1], joined[..., -1]), linear_attention.divided(read, eps).astype(v.dtype)
 
 
@@ -73,14 +81,22 @@ def delta_rule_step(
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
   """One token of `lajax.delta_rule`: S = Diag(exp g) S ; S = S + k (beta (v - S^T k))^T, o = scale S^T q."""
   sizes = _shapes.check(
-    q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), beta=(beta, "B HV"), g=(g, "B HV | B HV K"),
-    erase=(erase, "B HV K"), write=(write, "B HV V"), state=(state, "B HV K V"),
-  )  # fmt: skip
+    q=(q, "B H K"),
+    k=(k, "B H K"),
+    v=(v, "B HV V"),
+    beta=(beta, "B HV"),
+    g=(g, "B HV | B HV K"),
+    erase=(erase, "B HV K"),
+    write=(write, "B HV V"),
+    state=(state, "B HV K V"),
+  )
   _shapes.check_strengths(beta, erase, write)
   dtype = accumulation_dtype(q, k, v, beta, g, erase, write, state)
   wide = _heads(sizes, dtype)
   erase = beta if erase is None else erase
-  tokens = delta_rule.Tokens(wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (k, v, erase, write, g)))
+  tokens = delta_rule.Tokens(
+    wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (k, v, erase, write, g))
+  )
   return _step(delta_rule.rule, state.astype(dtype), tokens, v.dtype)
 
 
@@ -96,9 +112,13 @@ def delta_product_step(
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
   """One token of `lajax.delta_product`: S = Diag(exp g) S, then R delta steps, then o = scale S^T q."""
   sizes = _shapes.check(
-    q=(q, "B H K"), k=(k, "B R H K"), v=(v, "B R HV V"), beta=(beta, "B R HV"), g=(g, "B HV | B HV K"),
+    q=(q, "B H K"),
+    k=(k, "B R H K"),
+    v=(v, "B R HV V"),
+    beta=(beta, "B R HV"),
+    g=(g, "B HV | B HV K"),
     state=(state, "B HV K V"),
-  )  # fmt: skip
+  )
   dtype = accumulation_dtype(q, k, v, beta, g, state)
   wide = _heads(sizes, dtype)
   state, k = state.astype(dtype), jnp.stack([wide(k[:, r]) for r in range(sizes["R"])], axis=1)
@@ -136,7 +156,9 @@ def gated_oja_step(
   )
   dtype = accumulation_dtype(q, k, v, beta, g, state)
   wide = _heads(sizes, dtype)
-  tokens = delta_rule.Tokens(wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (v, k, beta, None, g)))
+  tokens = delta_rule.Tokens(
+    wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (v, k, beta, None, g))
+  )
   turned, o = _step(delta_rule.by_rows, jnp.swapaxes(state.astype(dtype), -1, -2), tokens, v.dtype)
   return jnp.swapaxes(turned, -1, -2), o
 
@@ -154,12 +176,19 @@ def dplr_step(
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
   """One token of `lajax.dplr`: S = Diag(exp g) S + b (S^T a)^T + k v^T, o = scale S^T q."""
   sizes = _shapes.check(
-    q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), a=(a, "B H K"), b=(b, "B H K"), g=(g, "B HV | B HV K"),
+    q=(q, "B H K"),
+    k=(k, "B H K"),
+    v=(v, "B HV V"),
+    a=(a, "B H K"),
+    b=(b, "B H K"),
+    g=(g, "B HV | B HV K"),
     state=(state, "B HV K V"),
-  )  # fmt: skip
+  )
   dtype = accumulation_dtype(q, k, v, a, b, g, state)
   wide = _heads(sizes, dtype)
-  tokens = dplr.Tokens(wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(a), wide(b), wide(g))
+  tokens = dplr.Tokens(
+    wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(a), wide(b), wide(g)
+  )
   return _step(dplr.rule, state.astype(dtype), tokens, v.dtype)
 
 
@@ -177,13 +206,18 @@ def mlstm_step(
   C, n, m = _shapes.check_parts("state", state, ("C", "n", "m"))
   _shapes.check(
     v=(v, "B HV V"), i=(i, "B HV"), f=(f, "B HV"), C=(C, "B HV K V"), n=(n, "B HV K"), m=(m, "B HV")
-  )  # fmt: skip
+  )
   dtype = accumulation_dtype(q, k, v, i, f, C, n, m)
   top, g, write = (
-    x[:, 0] for x in mlstm.stabilise(i.astype(dtype)[:, None], f.astype(dtype)[:, None], m.astype(dtype), None)
+    x[:, 0]
+    for x in mlstm.stabilise(
+      i.astype(dtype)[:, None], f.astype(dtype)[:, None], m.astype(dtype), None
+    )
   )
   values = linear_attention.with_ones(v.astype(dtype)) * write[..., None]
-  joined = mlstm.rescaled(jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m.astype(dtype), 1)
+  joined = mlstm.rescaled(
+    jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m.astype(dtype), 1
+  )
   joined, out = linear_attention_step(joined, q, k, values, g, scale=scale)
   o = out[..., :-1] * mlstm.normalizer(out[..., -1:], top[..., None])
   joined = mlstm.rescaled(joined, top, -1)

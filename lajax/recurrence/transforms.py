@@ -55,9 +55,13 @@ def _linear_map(push, pull, known, tangents, outputs):
     return call
 
   out = linear_map_p.bind(
-    *known_leaves, *tangent_leaves, push=flat(push, tangent_tree), pull=flat(pull, output_tree), known=len(known_leaves),
+    *known_leaves,
+    *tangent_leaves,
+    push=flat(push, tangent_tree),
+    pull=flat(pull, output_tree),
+    known=len(known_leaves),
     results=tuple(map(jax.typeof, output_leaves)),
-  )  # fmt: skip
+  )
   return jax.tree.unflatten(output_tree, out)
 
 
@@ -94,8 +98,12 @@ def _once_jvp(primals, tangents):
 def _transpose(cotangents, *args, push, pull, known, results):
   cotangents = map(ad.instantiate_zeros, cotangents)
   moving = tuple(x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in args[known:])
-  found = linear_map_p.bind(*args[:known], *cotangents, push=pull, pull=push, known=known, results=moving)
-  wanted = [x if ad.is_undefined_primal(arg) else None for arg, x in zip(args[known:], found, strict=True)]
+  found = linear_map_p.bind(
+    *args[:known], *cotangents, push=pull, pull=push, known=known, results=moving
+  )
+  wanted = [
+    x if ad.is_undefined_primal(arg) else None for arg, x in zip(args[known:], found, strict=True)
+  ]
   return [None] * known + wanted
 
 
@@ -104,16 +112,21 @@ def _batch(args, dims, *, push, pull, known, results):
   along = [0 if d is not None else None for d in dims[:known]]
   args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
   moving = [
-    jnp.broadcast_to(x, (size, *x.shape)) if d is None else x for x, d in zip(args[known:], dims[known:], strict=True)
+    jnp.broadcast_to(x, (size, *x.shape)) if d is None else x
+    for x, d in zip(args[known:], dims[known:], strict=True)
   ]
 
   def mapped(function):
     def call(*args):
-      return jax.vmap(function, in_axes=(*along, *(0,) * (len(args) - known)), axis_size=size)(*args)
+      return jax.vmap(function, in_axes=(*along, *(0,) * (len(args) - known)), axis_size=size)(
+        *args
+      )
 
     return call
 
-  out = linear_map_p.bind(*args[:known], *moving, push=mapped(push), pull=mapped(pull), known=known, results=None)
+  out = linear_map_p.bind(
+    *args[:known], *moving, push=mapped(push), pull=mapped(pull), known=known, results=None
+  )
   return out, [0] * len(out)
 
 
@@ -121,7 +134,8 @@ ad.primitive_jvps[linear_map_p] = _jvp
 ad.primitive_transposes[linear_map_p] = _transpose
 batching.primitive_batchers[linear_map_p] = _batch
 mlir.register_lowering(
-  linear_map_p, mlir.lower_fun(lambda *args, push, pull, known, results: push(*args), multiple_results=True)
+  linear_map_p,
+  mlir.lower_fun(lambda *args, push, pull, known, results: push(*args), multiple_results=True),
 )
 
 
@@ -147,7 +161,9 @@ def join_batches(f: Callable, in_axes, out_axes) -> Callable:
     def parted(x, axis):
       return jnp.moveaxis(x.reshape(*x.shape[:axis], size, -1, *x.shape[axis + 1 :]), axis, 0)
 
-    over = lambda f, axes, *trees: jax.tree.map(lambda a, *t: jax.tree.map(lambda *x: f(*x, a), *t), axes, *trees)
+    over = lambda f, axes, *trees: jax.tree.map(
+      lambda a, *t: jax.tree.map(lambda *x: f(*x, a), *t), axes, *trees
+    )
     out = over(parted, out_axes, g(*over(joined, in_axes, args, tuple(is_batched))))
     return out, jax.tree.map(lambda _: True, out)
 

@@ -7,4 +7,13 @@
 from lajax.tasks.evaluate import Score, Task, count_hits, evaluate
 from lajax.tasks.mqar import FILLERS, check_mqar, mqar, mqar_chance
 
-__all__ = ["FILLERS", "Score", "Task", "check_mqar", "count_hits", "evaluate", "mqar", "mqar_chance"]
+__all__ = [
+  "FILLERS",
+  "Score",
+  "Task",
+  "check_mqar",
+  "count_hits",
+  "evaluate",
+  "mqar",
+  "mqar_chance",
+]

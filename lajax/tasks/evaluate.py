@@ -56,14 +56,18 @@ def evaluate(
     ValueError: `rows` is no positive multiple of `batch`, or the logits are not [B L V].
   """
   if batch < 1 or rows < 1 or rows % batch:
-    raise ValueError(f"`rows` must be a positive multiple of `batch`; got rows={rows}, batch={batch}.")
+    raise ValueError(
+      f"`rows` must be a positive multiple of `batch`; got rows={rows}, batch={batch}."
+    )
   keys = jax.random.split(jax.random.key(0) if key is None else key, rows // batch)
   hits = asked = whole = 0
   for one in keys:
     inputs, targets, mask = task(one, batch)
     logits = jnp.asarray(model_fn(inputs))
     if logits.ndim != 3 or logits.shape[:2] != inputs.shape:
-      raise ValueError(f"`model_fn` must return logits [B L V] with [B L] = {inputs.shape}; got {logits.shape}.")
+      raise ValueError(
+        f"`model_fn` must return logits [B L V] with [B L] = {inputs.shape}; got {logits.shape}."
+      )
     counts = count_hits(logits.argmax(-1), targets, mask)
     hits, asked, whole = hits + int(counts[0]), asked + int(counts[1]), whole + int(counts[2])
   return Score(accuracy=hits / max(asked, 1), all_correct=whole / rows, rows=rows)

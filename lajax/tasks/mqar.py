@@ -66,7 +66,9 @@ def check_mqar(*, vocab_size: int, length: int, pairs: int, filler: str = "zeros
   if pairs < 1:
     raise ValueError(f"`pairs` must be at least 1; got {pairs}.")
   if length % 2:
-    raise ValueError(f"`length` must be even, for a slot is two tokens; got {length}. Use {length + 1}.")
+    raise ValueError(
+      f"`length` must be even, for a slot is two tokens; got {length}. Use {length + 1}."
+    )
   if 4 * pairs > length:
     raise ValueError(
       f"4 * pairs must be at most `length`, two tokens a pair and two a query; got 4 * {pairs} > {length}. "
@@ -85,9 +87,15 @@ def check_mqar(*, vocab_size: int, length: int, pairs: int, filler: str = "zeros
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def _rows(key, batch, vocab_size, length, pairs, filler, power):
   # One block of random bits for everything: a threefry call costs more to compile than all that is made of it.
-  half, slots, noise = vocab_size // 2, (length - 2 * pairs) // 2, length if filler == "noise" else 0
+  half, slots, noise = (
+    vocab_size // 2,
+    (length - 2 * pairs) // 2,
+    length if filler == "noise" else 0,
+  )
   bits = jax.random.bits(key, (batch, 2 * pairs + slots + noise), jnp.uint32)
-  of_keys, of_values, of_slots, of_filler = jnp.split(bits, (pairs, 2 * pairs, 2 * pairs + slots), axis=1)
+  of_keys, of_values, of_slots, of_filler = jnp.split(
+    bits, (pairs, 2 * pairs, 2 * pairs + slots), axis=1
+  )
   keys = 1 + _distinct(of_keys, half - 1)
   values = half + _distinct(of_values, vocab_size - half)
   drawn = _power_law(of_slots, pairs, power)[:, :, None] == jnp.arange(slots)  # [B K slots]
