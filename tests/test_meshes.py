@@ -106,8 +106,7 @@ def _step(name: str) -> MeshCase:
     )
     return o, state
 
-  short = {n: x for n, x in letters.items()}
-  return case(scan, "initial_state", ids=False, **short, **options)
+  return case(scan, "initial_state", ids=False, **letters, **options)
 
 
 def cases_of_ops() -> dict[str, MeshCase]:
