@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes, pallas
+from lajax._meshes import laid_out
 from lajax._numerics import product_precision
 from lajax.ops.run import refuse, use_kernels, without_padding
 from lajax.recurrence import attention as softmax
@@ -103,6 +103,9 @@ def attention(
   return _attention(q, k, v, sink, log_forget, segment_ids, options, impl)
 
 
+LETTERS = dict(q="B T H K", k="B T HK K", v="B T HK V", sink="H")
+
+
 class Options(NamedTuple):
   """What is fixed when the function is compiled."""
 
@@ -117,7 +120,8 @@ def _cudnn_takes(q, k, v) -> bool:
   return half and q.shape[-1] == v.shape[-1] <= 128 and q.shape[-1] % 8 == 0
 
 
-@functools.partial(jax.jit, static_argnames=("options", "impl"))
+@functools.partial(jax.jit, static_argnums=(6, 7))
+@laid_out("B T H V", **LETTERS, log_forget="B T H", segment_ids="B T")
 def _attention(q, k, v, sink, log_forget, segment_ids, options: Options, impl):
   place, is_token = _placement(q, segment_ids)
   if is_token is not None:
@@ -178,7 +182,8 @@ def _whole(q, k, v, place: softmax.Placement, packed: bool, options: Options):
   return jnp.where(finite, o, jnp.nan).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "cudnn"))
+@functools.partial(jax.jit, static_argnums=(5, 6))
+@laid_out("B T H V", **LETTERS, segment_ids="B T")
 def _by_kernels(q, k, v, sink, segment_ids, options: Options, cudnn: bool):
   if cudnn:
     return jax.nn.dot_product_attention(
