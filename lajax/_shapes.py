@@ -115,8 +115,11 @@ def check(sizes: Mapping[str, int] | None = None, /, **arrays) -> Sizes:
     options = [option.split() for option in letters.split("|")]
     match = next((axes for axes in options if len(axes) == len(x.shape)), None)
     if match is None:
+      others = [source[axis] for axis in options[0] if source.get(axis, "")[:1] == "`"]
+      like = f" to match {others[0]}" if others else ""
       raise ValueError(
-        f"`{name}` must be {_wanted(letters)}; got rank {len(x.shape)}, shape {tuple(x.shape)}."
+        f"`{name}` must be {_wanted(letters)}{like}; "
+        f"got rank {len(x.shape)}, shape {tuple(x.shape)}."
       )
     wrong = [
       axis for axis, size in zip(match, x.shape, strict=True) if known.get(axis, size) != size
@@ -175,7 +178,8 @@ def check_multiple(small: str, large: str, sizes: Sizes, names: tuple[str, str])
   if few == 0 or many % few:
     raise ValueError(
       f"the {many} heads of {names[1]} ({large}) must be a multiple of the {few} heads of {names[0]} "
-      f"({small}); repeat or drop heads so that {large} = n * {small}."
+      f"({small}); got {large} = {many}, {small} = {few}. Repeat or drop heads so that "
+      f"{large} = n * {small}."
     )
   return many // few
 

@@ -1,6 +1,5 @@
 """Elementwise states."""
 
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lajax import pallas
@@ -43,8 +42,7 @@ def linear_recurrence(
   arXiv:1709.04057, equation 5; De et al., "Griffin" (RG-LRU), 2024, arXiv:2402.19427, equation 4; Gu and Dao,
   "Mamba", 2023, arXiv:2312.00752, equation 2a.
   """
-  axes = len(np.shape(x)) - 2
-  op = _OPS[min(max(axes, 0), len(_OPS) - 1)]
+  op = _OPS[families.linear_recurrence_of(getattr(x, "ndim", 2) - 2)]
   return call(
     op, dict(x=x, log_a=log_a), initial_state=initial_state, segment_ids=segment_ids, impl=impl
   )
@@ -64,12 +62,7 @@ def _supports(tokens, state, chunk_size: None) -> str | None:
   return pallas.supports_linear_recurrence(tokens.x, tokens.log_a, state)
 
 
-_OPS = tuple(  # by the number of axes behind B and T
-  Op(
-    family=families.linear_recurrence_of(axes),
-    kernels=_kernels,
-    supports=_supports,
-    fastest_on_cpu="recurrent",
-  )
-  for axes in range(8)
-)
+_OPS = {  # by family: one for each number of axes behind B and T
+  family: Op(family=family, kernels=_kernels, supports=_supports, fastest_on_cpu="recurrent")
+  for family in families.LINEAR_RECURRENCES
+}

@@ -177,7 +177,6 @@ def mlstm(
   Paper: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19 to 27
   and 15.
   """
-  _shapes.check_below_infinity(segment_ids, i=i)
   return call(
     MLSTM,
     dict(q=q, k=k, v=v, i=i, f=f),

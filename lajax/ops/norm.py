@@ -5,7 +5,6 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from lajax import _shapes, pallas
@@ -50,7 +49,7 @@ def gated_rms_norm(
   Papers: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467, equation 4;
   gated as in Y. Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 8.
   """
-  rows = " ".join(f"D{n}" for n in range(len(np.shape(x)) - 1))
+  rows = " ".join(f"D{n}" for n in range(getattr(x, "ndim", 1) - 1))
   _shapes.check_given(x=(x, f"{rows} D"), weight=(weight, "D"))
   _shapes.check(x=(x, f"{rows} D"), weight=(weight, "D"), gate=(gate, f"{rows} D"))
   _shapes.check_option("activation", activation, tuple(GATES))

@@ -71,6 +71,7 @@ def call(
   number, traced = families.factor(family, scale, sizes)
   segment_ids = _shapes.check_ids(segment_ids)
   _shapes.check_not_nan(segment_ids, **{name: arrays[name] for name in family.gates})
+  _shapes.check_below_infinity(segment_ids, **{name: arrays[name] for name in family.weights})
   given = Call(dict(arrays), tuple(parts), segment_ids, traced, eps)
   impl = _choose(op, impl, given, sizes, chunk_size)
   options = Options(impl, chunk_size, number, eps)

@@ -58,8 +58,13 @@ def short_conv(
   sizes = _shapes.check(x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D"))
   if sizes.W == 0:
     raise ValueError("`weight` must be [D W] with W of at least 1; got W = 0.")
-  known = {"B": sizes.B, "T": sizes.T, "D": sizes.D, "W-1": sizes.W - 1}
-  _shapes.check(known, cache=(cache, "B W-1 D"), document_ids=(document_ids, "B T", "int"))
+  reach = jax.ShapeDtypeStruct((sizes.D, sizes.W - 1), weight.dtype)
+  _shapes.check(
+    x=(x, "B T D"),
+    weight=(reach, "D W-1"),
+    cache=(cache, "B W-1 D"),
+    document_ids=(document_ids, "B T", "int"),
+  )
   if activation not in ("silu", None):
     raise ValueError(
       f"`activation` must be 'silu' or None; got {activation!r}. Apply another one to the outputs."

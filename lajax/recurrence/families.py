@@ -60,6 +60,7 @@ class Family:
   arrays: letters per argument; "| None" at the end for one that may be left out.
   state: letters per part of the state.
   gates: arguments whose values must hold no NaN.
+  weights: those among them that must be below +inf too.
   problem: Call -> Problem.
   operands: fields of the tokens that products multiply as they are; all others are gates.
   output: letters of the output.
@@ -71,6 +72,7 @@ class Family:
   state: Mapping[str, str]
   problem: Callable[[Call], Problem]
   gates: tuple[str, ...] = ()
+  weights: tuple[str, ...] = ()
   operands: tuple[str, ...] = ("q", "k", "v")
   output: str = "B T HV V"
   like: str = "v"
@@ -281,6 +283,7 @@ MLSTM = Family(
   arrays=QKV | {"i": "B T HV", "f": "B T HV"},
   state={"C": "B HV K V", "n": "B HV K", "m": "B HV"},
   gates=("i", "f"),
+  weights=("i",),
   problem=_mlstm,
 )
 DELTA_RULE = Family(
@@ -315,7 +318,7 @@ DPLR = Family(
 
 def linear_recurrence_of(axes: int) -> Family:
   """Returns the row of the elementwise recurrence for so many axes of channels."""
-  return _LINEAR_RECURRENCES[min(axes, len(_LINEAR_RECURRENCES) - 1)]
+  return LINEAR_RECURRENCES[min(max(axes, 0), len(LINEAR_RECURRENCES) - 1)]
 
 
 def _linear_recurrence(axes: int) -> Family:
@@ -332,7 +335,7 @@ def _linear_recurrence(axes: int) -> Family:
   )
 
 
-_LINEAR_RECURRENCES = tuple(map(_linear_recurrence, range(8)))  # JAX compiles a row once
+LINEAR_RECURRENCES = tuple(map(_linear_recurrence, range(8)))  # JAX compiles a row once
 
 
 def factor(family: Family, scale, sizes: _shapes.Sizes) -> tuple[float | None, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float
 
 from lajax import _shapes
@@ -265,8 +264,7 @@ def linear_recurrence_step(
   Raises:
     ValueError: an argument has the wrong rank, size or dtype.
   """
-  axes = len(np.shape(x)) - 1
-  family = families.linear_recurrence_of(axes)
+  family = families.linear_recurrence_of(getattr(x, "ndim", 1) - 1)
   return _step(family, state, dict(x=x, log_a=log_a))
 
 
