@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes, pallas
+from lajax._meshes import axes_of_letters, on_automatic_axes, spec_for
 from lajax._numerics import product_precision
 from lajax.ops.run import refuse, use_kernels, without_padding
 from lajax.recurrence import attention as softmax
@@ -72,7 +72,7 @@ def attention(
   equation 3.
   """
   arrays = {"q": (q, "B T H K"), "k": (k, "B T HK K"), "v": (v, "B T HK V")}
-  softmax.check_given(**arrays)
+  _shapes.check_given(**arrays)
   sizes = _shapes.check(
     **arrays,
     sink=(sink, "H"),
@@ -82,49 +82,54 @@ def attention(
   _shapes.check_multiple("HK", "H", sizes, ("`k` and `v`", "`q`"))
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   causal, window = softmax.check_reach(causal, window, log_forget)
-  _shapes.check_not_nan(segment_ids, log_forget=log_forget)
+  ids = _shapes.check_ids(segment_ids)
+  _shapes.check_not_nan(ids, log_forget=log_forget)
+  softmax.check_lengths(sizes, "T")
   if isinstance(scale, Tracer):
     raise ValueError(
       "`scale` must be a number known when the function is traced; got a traced array. Multiply `q`"
       " by it."
     )
-  factor = float(_shapes.scale_of(scale, sizes))
+  options = Options(causal, window, float(_shapes.scale_of(scale, sizes)))
   supports = functools.partial(pallas.supports_attention, q, k, v, sink, log_forget)
   kernels = use_kernels(impl, supports, sizes)
   if kernels:
     refuse(supports())
   if 0 in q.shape or 0 in v.shape:
     return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
-  options = Options(causal, window, factor)
-  if kernels:
-    bare = window is None and sink is None and segment_ids is None
-    cudnn = impl == "auto" and bare and _cudnn_takes(q, k, v)
-    return _by_kernels(q, k, v, sink, segment_ids, options, cudnn)
-  return _attention(q, k, v, sink, log_forget, segment_ids, options, impl)
+  bare = window is None and sink is None and ids is None
+  if not kernels:
+    compute = functools.partial(_plain, impl)
+  elif impl == "auto" and bare and _cudnn_takes(q, k, v):
+    compute = _by_cudnn
+  else:
+    compute = _by_kernels
+  return _run(compute, options, q, k, v, sink, log_forget, ids)
 
 
 class Options(NamedTuple):
-  """What is fixed when the function is compiled."""
+  """What is fixed when a call is compiled."""
 
   causal: bool
   window: int | None
   scale: float
 
 
-def _cudnn_takes(q, k, v) -> bool:
-  """Whether XLA's attention by cuDNN takes them: half precision, one width <= 128, by eights."""
-  half = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
-  return half and q.shape[-1] == v.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(compute, options: Options, *arrays):
+  """All array work of a call."""
+  layout = lambda q, k, v, *_: spec_for("B T H V", axes_of_letters((q, "B T H K"), (v, "B T HK V")))
+  return on_automatic_axes(functools.partial(compute, options), layout)(*arrays)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "impl"))
-def _attention(q, k, v, sink, log_forget, segment_ids, options: Options, impl):
+def _plain(impl: str, options: Options, q, k, v, sink, log_forget, segment_ids):
+  """Attention in plain JAX."""
   place, is_token = _placement(q, segment_ids)
   if is_token is not None:
     q, k, v, log_forget = blank_padding((q, k, v, log_forget), is_token)
   one_type = q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
-  plain = sink is None and log_forget is None and one_type and q.dtype != jnp.float64
-  if impl == "auto" and plain and q.shape[1] <= WHOLE:
+  bare = sink is None and log_forget is None and one_type and q.dtype != jnp.float64
+  if impl == "auto" and bare and q.shape[1] <= WHOLE:
     return without_padding(_whole(q, k, v, place, is_token is not None, options), is_token)
   return softmax.attend(
     q,
@@ -178,12 +183,21 @@ def _whole(q, k, v, place: softmax.Placement, packed: bool, options: Options):
   return jnp.where(finite, o, jnp.nan).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "cudnn"))
-def _by_kernels(q, k, v, sink, segment_ids, options: Options, cudnn: bool):
-  if cudnn:
-    return jax.nn.dot_product_attention(
-      q, k, v, scale=options.scale, is_causal=options.causal, implementation="cudnn"
-    )
+def _cudnn_takes(q, k, v) -> bool:
+  """Whether XLA's attention by cuDNN takes them: half precision, one width <= 128, by eights."""
+  half = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
+  return half and q.shape[-1] == v.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+
+
+def _by_cudnn(options: Options, q, k, v, *_):
+  """Attention by cuDNN."""
+  return jax.nn.dot_product_attention(
+    q, k, v, scale=options.scale, is_causal=options.causal, implementation="cudnn"
+  )
+
+
+def _by_kernels(options: Options, q, k, v, sink, _, segment_ids):
+  """Attention by this library's kernels, which have no forget gate."""
   document = is_token = None
   if segment_ids is not None:
     document, is_token = packing(segment_ids)
