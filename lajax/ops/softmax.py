@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes, pallas
-from lajax._meshes import axes_of_letters, on_automatic_axes, spec_for
+from lajax._meshes import laid_out
 from lajax._numerics import product_precision
 from lajax.ops.run import refuse, use_kernels, without_padding
 from lajax.recurrence import attention as softmax
@@ -104,7 +104,7 @@ def attention(
     compute = _by_cudnn
   else:
     compute = _by_kernels
-  return _run(compute, options, q, k, v, sink, log_forget, ids)
+  return _run(q, k, v, sink, log_forget, ids, compute, options)
 
 
 class Options(NamedTuple):
@@ -115,11 +115,19 @@ class Options(NamedTuple):
   scale: float
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(compute, options: Options, *arrays):
+@functools.partial(jax.jit, static_argnums=(6, 7))
+@laid_out(
+  "B T H V",
+  q="B T H K",
+  k="B T HK K",
+  v="B T HK V",
+  sink="H",
+  log_forget="B T H",
+  segment_ids="B T",
+)
+def _run(q, k, v, sink, log_forget, segment_ids, compute, options: Options):
   """All array work of a call."""
-  layout = lambda q, k, v, *_: spec_for("B T H V", axes_of_letters((q, "B T H K"), (v, "B T HK V")))
-  return on_automatic_axes(functools.partial(compute, options), layout)(*arrays)
+  return compute(options, q, k, v, sink, log_forget, segment_ids)
 
 
 def _plain(impl: str, options: Options, q, k, v, sink, log_forget, segment_ids):

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes
-from lajax._meshes import axes_of_letters, on_automatic_axes, spec_for
+from lajax._meshes import laid_out
 from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision, vary_like
 
 BLOCK = 256  # queries and keys in a block
@@ -197,9 +197,9 @@ def attend(
   factor = _shapes.scale_of(scale, sizes)
   if 0 in q.shape or 0 in v.shape:
     return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
-  queries, keys = Placement(q_positions, q_segments), Placement(k_positions, k_segments)
+  places = (q_positions, k_positions, q_segments, k_segments)
   options = Options(causal, window, impl)
-  return _attend(options, q, k, v, sink, log_forget, queries, keys, factor)
+  return _attend(q, k, v, sink, log_forget, *places, factor, options)
 
 
 def check_reach(causal, window, log_forget) -> tuple[bool, int | None]:
@@ -245,18 +245,38 @@ class Options(NamedTuple):
   impl: str
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(options: Options, *arrays):
+@functools.partial(jax.jit, static_argnums=10)
+@laid_out(
+  "B T H V",
+  q="B T H K",
+  k="B S HK K",
+  v="B S HK V",
+  sink="H",
+  log_forget="B T H",
+  q_positions="B T",
+  k_positions="B S",
+  q_segments="B T",
+  k_segments="B S",
+  scale="",
+)
+def _attend(
+  q,
+  k,
+  v,
+  sink,
+  log_forget,
+  q_positions,
+  k_positions,
+  q_segments,
+  k_segments,
+  scale,
+  options: Options,
+):
   """All array work of a call: an eager call compiles once per shape."""
-  layout = lambda q, k, v, *_: spec_for("B T H V", axes_of_letters((q, "B T H K"), (v, "B S HK V")))
-  return on_automatic_axes(functools.partial(_compute, options), layout)(*arrays)
-
-
-def _compute(options: Options, q, k, v, sink, log_forget, queries, keys, scale):
   dtype, precision = accumulation_dtype(q, k, v, sink, log_forget), product_precision(q, k, v)
   (B, T, H, _), HK, V = q.shape, k.shape[2], v.shape[-1]
   by_key_head = lambda x: x.reshape(*x.shape[:2], HK, H // HK, *x.shape[3:])
-  queries, keys = _common(queries, keys)
+  queries, keys = _common(Placement(q_positions, q_segments), Placement(k_positions, k_segments))
   q, finite = finite_rows(by_key_head(q.astype(dtype) * jnp.asarray(scale, dtype)))
   o = IMPLEMENTATIONS[options.impl](
     Queries(q, finite, queries),
