@@ -2,13 +2,15 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from lajax._shapes import check_positive
 from lajax.layers.mixer import Mixer
-from lajax.layers.state import Documents, LayerState
+from lajax.layers.state import Documents, LayerState, check_arrays
 
 Cache = tuple[Array, ...]  # each [B S HK ..]
 
@@ -45,16 +47,23 @@ class CachedMixer(Mixer):
   def cache_dtype(self) -> jnp.dtype:
     return jnp.dtype(self.dtype or self.param_dtype)
 
-  def init_state(self, batch: int, max_length: int | None = None) -> LayerState:
+  def init_state(self, batch: int, max_length: int | None = None, *, dtype=None) -> LayerState:
     """An empty cache for documents of up to `max_length` tokens (None: the layer's own), or of any length in a window."""
     check_positive("max_length", max_length)
-    state = super().init_state(batch)
+    state = super().init_state(batch, dtype=dtype)
     return (
       state if max_length is None else state._replace(memory=self.empty_cache(batch, max_length))
     )
 
-  def init_memory(self, batch: int) -> Cache:
+  def init_memory(self, batch: int, dtype) -> Cache:
     return self.empty_cache(batch, self.max_length)
+
+  def check_memory(self, memory, batch: int) -> Cache:
+    """Returns the cache as JAX arrays; ValueError if it is not this layer's. Its length S is free."""
+    length = memory[0].shape[1] if isinstance(memory, tuple) and np.ndim(memory[0]) > 1 else 0
+    shapes = [(batch, length, *shape) for shape, _ in self.places]
+    wanted = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return check_arrays("state.memory", memory, ("B S HK D",) * len(wanted), wanted)
 
   def empty_cache(self, batch: int, max_length: int) -> Cache:
     size = max_length if self.window is None else min(max_length, self.window)
