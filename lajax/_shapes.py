@@ -41,6 +41,7 @@
 | normalizer | z, the decayed sum of keys by which a normalised output is divided |
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ IMPLS = ("auto", "recurrent", "associative", "chunked", "pallas")
 INT32 = np.iinfo(np.int32)
 
 
-# --- shapes ----------------------------------------------------------------------------------------------------------
+# --- shapes ---
 
 
 class Sizes:
@@ -195,38 +196,43 @@ def check_parts(name: str, parts, letters: Sequence[str]) -> Sequence:
   return parts
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- values ---
 
 
 def check_not_nan(segment_ids=None, /, **gates) -> None:
   """ValueError for a NaN in a gate of a real token, where values can be seen (not under jit, grad or vmap)."""
+  _check_values(segment_ids, gates, "no NaN", jnp.isnan)
+
+
+def check_below_infinity(segment_ids=None, /, **gates) -> None:
+  """ValueError for +inf in a gate of a real token, where values can be seen."""
+  _check_values(segment_ids, gates, "no +inf, which has no weight relative to itself", jnp.isposinf)
+
+
+def _check_values(segment_ids, gates, wanted: str, is_bad) -> None:
   for name, x in gates.items():
-    if x is None or isinstance(x, Tracer) or isinstance(segment_ids, Tracer):
+    if not hasattr(x, "dtype") or isinstance(x, Tracer) or isinstance(segment_ids, Tracer):
       continue
-    count = _nan_count(x, segment_ids)
+    count = _count(x, segment_ids, is_bad)
     if count:
       raise ValueError(
-        f"`{name}` must hold no NaN; got {count} of {x.size} values. Look at what computes `{name}`."
+        f"`{name}` must hold {wanted}; got {count} of {x.size} values. Look at what computes `{name}`."
       )
 
 
-def _nan_count(x, segment_ids) -> int:
-  """Number of NaN values of real tokens. On a CPU, NumPy counts: nothing is compiled for a new length."""
-  if all(_on_host(a) for a in (x, segment_ids)):
-    bad = np.isnan(np.asarray(x))
-    if segment_ids is not None and bad.any():
-      bad &= _like(np.asarray(segment_ids) >= 0, bad)
-    return int(bad.sum())
-  with jax.ensure_compile_time_eval():
-    count = _nan_count_on_device(x)
-    return (
-      int(_nan_count_on_device(x, segment_ids)) if count and segment_ids is not None else int(count)
-    )
+def _count(x, segment_ids, is_bad) -> int:
+  """Number of bad values of real tokens. On a CPU, NumPy counts: nothing is compiled for a new length."""
+  if not all(_on_host(a) for a in (x, segment_ids)):
+    return int(_count_on_device(x, segment_ids, is_bad))
+  bad = getattr(np, is_bad.__name__)(np.asarray(x))
+  if segment_ids is not None and bad.any():
+    bad &= _like(np.asarray(segment_ids) >= 0, bad)
+  return int(bad.sum())
 
 
-@jax.jit
-def _nan_count_on_device(x, segment_ids=None):
-  bad = jnp.isnan(x)
+@functools.partial(jax.jit, static_argnums=2)
+def _count_on_device(x, segment_ids, is_bad):
+  bad = is_bad(x)
   return (bad if segment_ids is None else bad & _like(segment_ids >= 0, bad)).sum()
 
 
@@ -242,7 +248,7 @@ def _on_host(x) -> bool:
   return x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
 
 
-def check_ids(segment_ids):
+def check_ids(segment_ids) -> Any:
   """Returns document ids as an array that tells all documents apart: int32 where values can be seen.
 
   Ids that are traced keep their dtype, whose comparisons are exact. Code that stores an id in fewer
@@ -287,7 +293,7 @@ def check_strengths(beta, erase, write) -> None:
     )
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- options ---
 
 
 def check_option(name: str, value, allowed: Sequence) -> None:

@@ -13,17 +13,17 @@ from lajax._shapes import (
   check_rngs,
   check_whole,
 )
-from lajax.bidirectional import (
-  NORMALIZATIONS,
-  bidirectional_linear_attention,
-  document_maximum,
-  efficient_attention,
-)
 from lajax.layers.features import FeatureMap, scaled_exp
 from lajax.layers.features import feature_map as _feature_map
 from lajax.layers.mixer import value_heads, value_width
 from lajax.layers.parameters import widen
 from lajax.layers.stateful import on_layer_mesh
+from lajax.ops.bidirectional import (
+  NORMALIZATIONS,
+  bidirectional_linear_attention,
+  document_maximum,
+  efficient_attention,
+)
 
 
 class _Bidirectional(nnx.Module):
