@@ -47,6 +47,29 @@ def on_automatic_axes(f: Callable, specs: Callable) -> Callable:
   return call
 
 
+def laid_out(output: str, **letters: str) -> Callable[[Callable], Callable]:
+  """Decorates f(*arrays, *static), which must be traced: its output is laid out by letters on explicit meshes.
+
+  Args:
+    output: letters of the one array that f returns.
+    **letters: letters of each array, in the order of f's arguments; a letter is sharded as in the first
+      array that has it sharded.
+  """
+
+  def decorate(f):
+    @functools.wraps(f)
+    def call(*arguments):
+      arrays, static = arguments[: len(letters)], arguments[len(letters) :]
+      layout = lambda *arrays: spec_for(
+        output, axes_of_letters(*zip(arrays, letters.values(), strict=True))
+      )
+      return on_automatic_axes(lambda *arrays: f(*arrays, *static), layout)(*arrays)
+
+    return call
+
+  return decorate
+
+
 def spec_of(x) -> PartitionSpec:
   """Returns the mesh axes of every axis of an array, as its type names them."""
   named = tuple(jax.typeof(x).sharding.spec)

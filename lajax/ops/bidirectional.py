@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes
-from lajax._meshes import axes_of_letters, on_automatic_axes, spec_for, spec_of
+from lajax._meshes import laid_out, on_automatic_axes, spec_of
 from lajax._numerics import accumulation_dtype, product_precision
 from lajax.ops.linear import linear_attention
 from lajax.recurrence.documents import blank_padding, packing
@@ -53,7 +53,7 @@ def bidirectional_linear_attention(
   """
   eps = _shapes.check_not_negative("eps", eps)
   _check(q, k, v, segment_ids)
-  return _over_tokens("normalized", eps, q, k, v, _shapes.check_ids(segment_ids))
+  return _over_tokens(q, k, v, _shapes.check_ids(segment_ids), "normalized", eps)
 
 
 def efficient_attention(
@@ -90,7 +90,7 @@ def efficient_attention(
   """
   _shapes.check_option("normalization", normalization, NORMALIZATIONS)
   _check(q, k, v, segment_ids)
-  return _over_tokens(normalization, 0.0, q, k, v, _shapes.check_ids(segment_ids))
+  return _over_tokens(q, k, v, _shapes.check_ids(segment_ids), normalization)
 
 
 def document_maximum(
@@ -148,29 +148,22 @@ def _check(q, k, v, segment_ids) -> None:
   _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _over_tokens(kind: str, eps: float, q, k, v, segment_ids) -> Float[Array, "B T HV V"]:
+@functools.partial(jax.jit, static_argnums=(4, 5))
+@laid_out("B T HV V", q="B T H K", k="B T H K", v="B T HV V", segment_ids="B T")
+def _over_tokens(q, k, v, segment_ids, kind: str, eps: float = 0.0) -> Float[Array, "B T HV V"]:
   """Reads by one of the equations on wide arrays with zeros at padding; blanks the output there."""
+  if 0 in q.shape or 0 in v.shape:
+    return jnp.zeros_like(v)
   read = {
     "normalized": functools.partial(_read_normalized, eps=eps),
     "softmax": _read_softmax,
     "scaling": _read_scaled,
   }[kind]
-
-  def compute(q, k, v, segment_ids):
-    if 0 in q.shape or 0 in v.shape:
-      return jnp.zeros_like(v)
-    dtype, precision = accumulation_dtype(q, k, v), product_precision(q, k, v)
-    documents = None if segment_ids is None else PackedDocuments(*packing(segment_ids))
-    given = (q, k, v) if documents is None else documents.blank((q, k, v))
-    o = read(*(x.astype(dtype) for x in given), documents, precision)
-    return (o if documents is None else documents.blank(o)).astype(v.dtype)
-
-  def layout(q, k, v, segment_ids):
-    held = ((v, "B T HV V"), (q, "B T H K"), (k, "B T H K"), (segment_ids, "B T"))
-    return spec_for("B T HV V", axes_of_letters(*held))
-
-  return on_automatic_axes(compute, layout)(q, k, v, segment_ids)
+  dtype, precision = accumulation_dtype(q, k, v), product_precision(q, k, v)
+  documents = None if segment_ids is None else PackedDocuments(*packing(segment_ids))
+  given = (q, k, v) if documents is None else documents.blank((q, k, v))
+  o = read(*(x.astype(dtype) for x in given), documents, precision)
+  return (o if documents is None else documents.blank(o)).astype(v.dtype)
 
 
 # --- what tokens read ---

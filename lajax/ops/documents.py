@@ -7,6 +7,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from lajax import _shapes
+from lajax._meshes import laid_out
 
 
 def segment_ids(
@@ -116,6 +117,11 @@ def loss_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
   """
   _shapes.check_given(segment_ids=(segment_ids, "B T"))
   _shapes.check(segment_ids=(segment_ids, "B T", "int"))
-  ids = _shapes.check_ids(segment_ids)
+  return _has_target(_shapes.check_ids(segment_ids))
+
+
+@jax.jit
+@laid_out("B T", ids="B T")
+def _has_target(ids):
   same = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
-  return jnp.pad(same, ((0, 0), (0, 1)))
+  return jnp.concatenate([same, jnp.zeros_like(ids[:, :1], bool)], axis=1)
