@@ -1,5 +1,6 @@
 """Packed documents: where each one begins, and which tokens are padding."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -41,3 +42,45 @@ def blank_padding(tokens, is_token: Bool[Array, "B T"]):
 def previous(document: Int[Array, "B T"]) -> Int[Array, "B T"]:
   """Document of the token before each; the initial state belongs to the first document."""
   return jnp.concatenate([jnp.zeros_like(document[:, :1]), document[:, :-1]], axis=1)
+
+
+# --- numbers that are not finite ---------------------------------------------------------------------
+
+
+def not_finite(tokens, HV: int, log_decays: tuple[str, ...] = ()) -> Bool[Array, "B T HV"]:
+  """Returns which tokens [B T H or HV ..] have a number that is not finite, for each value head.
+
+  In fields that `log_decays` names, -inf counts as finite.
+  """
+
+  def bad(path, x):
+    wrong = ~_is_finite(path, x, log_decays)
+    wrong = wrong.any(tuple(range(3, x.ndim)))
+    return jnp.repeat(wrong, HV // wrong.shape[2], axis=2)
+
+  wrong = jax.tree.leaves(jax.tree.map_with_path(bad, tokens))
+  return functools.reduce(jnp.logical_or, wrong)
+
+
+def finite(tokens, log_decays: tuple[str, ...] = ()):
+  """Returns the tokens with 0 in the place of numbers that are not finite."""
+  return jax.tree.map_with_path(
+    lambda path, x: jnp.where(_is_finite(path, x, log_decays), x, jnp.zeros((), x.dtype)), tokens
+  )
+
+
+def _is_finite(path, x: Array, log_decays: tuple[str, ...]) -> Array:
+  is_log = bool(path) and getattr(path[-1], "name", None) in log_decays
+  return x < jnp.inf if is_log else jnp.isfinite(x)
+
+
+def spoiled(
+  bad: Bool[Array, "B T HV"], document: Int[Array, "B T"] | None = None
+) -> Bool[Array, "B T HV"]:
+  """Returns which tokens are bad, or come after a bad token in their document."""
+  position = jnp.arange(bad.shape[1], dtype=jnp.int32)[:, None]
+  last_bad = lax.cummax(jnp.where(bad, position, -1), axis=1)
+  if document is None:
+    return last_bad >= 0
+  begins = (document != previous(document))[..., None]
+  return last_bad >= lax.cummax(jnp.where(begins, position, 0), axis=1)
