@@ -23,24 +23,25 @@ def linear_recurrence(
     x: [B T ..], any axes behind (for Mamba: channels and state), up to seven.
     log_a: the same shape; log decay (natural), <= 0.
     initial_state: [B ..], h before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero where
-      the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero
+      where the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
-      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas" (GPU
-      kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else "recurrent" on a CPU, where it is
-      the fastest, and "chunked" elsewhere).
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "recurrent" on a CPU, where it is the fastest, and "chunked" elsewhere).
 
   Returns:
-    h [B T ..] in x.dtype, and h behind the last token that is not padding, [B ..] in float32 (float64 if an
-    input is).
+    h [B T ..] in x.dtype, and h behind the last token that is not padding, [B ..] in float32
+    (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
+      NaN.
     NotImplementedError: the named implementation cannot do this.
 
   Papers: Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length", 2017,
-  arXiv:1709.04057, equation 5; De et al., "Griffin" (RG-LRU), 2024, arXiv:2402.19427, equation 4; Gu and Dao,
-  "Mamba", 2023, arXiv:2312.00752, equation 2a.
+  arXiv:1709.04057, equation 5; De et al., "Griffin" (RG-LRU), 2024, arXiv:2402.19427, equation 4;
+  Gu and Dao, "Mamba", 2023, arXiv:2312.00752, equation 2a.
   """
   op = _OPS[families.linear_recurrence_of(getattr(x, "ndim", 2) - 2)]
   return call(

@@ -1,7 +1,8 @@
-"""The families of recurrences as rows of a table: letters of the arguments, and the rule that computes them.
+"""The families of recurrences as rows of a table: letters of the arguments, and the rule that
+computes them.
 
-A family turns the arguments of a call into a `Problem`: tokens of a rule with its first state, and the
-maps from the rule's results to the call's own. `lajax.ops` runs a problem over all tokens by an
+A family turns the arguments of a call into a `Problem`: tokens of a rule with its first state, and
+the maps from the rule's results to the call's own. `lajax.ops` runs a problem over all tokens by an
 implementation of choice; `lajax.recurrence.steps` runs it over one.
 """
 
@@ -79,7 +80,7 @@ class Family:
   chunk_length: Callable[[Any], int] = lambda tokens: _length_by_gate(tokens)
 
   def check(self, arrays: Mapping[str, Any], state, segment_ids=None, *, one_token: bool = False):
-    """Returns the sizes of all letters, and the parts of the state; ValueError where an argument is wrong."""
+    """Returns sizes by letter, and the parts of the state; ValueError for a wrong argument."""
     name = "state" if one_token else "initial_state"
     parts = (state,)
     if len(self.state) > 1:
@@ -137,7 +138,7 @@ def _additive(call: Call) -> Problem:
 
 
 def _with_bonus(call: Call) -> Problem:
-  """Reads the state before each write; a token's own write comes to the output behind the recurrence."""
+  """Reads the state before each write; a token's own write is added behind the recurrence."""
   x, dtype, ids = call.arrays, call.dtype, call.segment_ids
   q, k, v, bonus = x["q"], x["k"], x["v"], x["bonus"].astype(dtype)
   if (
@@ -172,7 +173,7 @@ def _normalized(call: Call) -> Problem:
 
 
 def _mlstm(call: Call) -> Problem:
-  """Linear attention with decays and weights relative to the running maximum m, and a normalizer column."""
+  """Linear attention with gates relative to the running maximum m, and a normalizer column."""
   dtype, ids = call.dtype, call.segment_ids
   q, k, v, i, f = (call.arrays[name].astype(dtype) for name in ("q", "k", "v", "i", "f"))
   C, n, m = call.state
@@ -339,7 +340,7 @@ LINEAR_RECURRENCES = tuple(map(_linear_recurrence, range(8)))  # JAX compiles a 
 
 
 def factor(family: Family, scale, sizes: _shapes.Sizes) -> tuple[float | None, Any]:
-  """Returns the scale as (number, None), or (None, traced array); two None for a family without queries."""
+  """Returns the scale as (number, None) or (None, traced array); two None without queries."""
   if "q" not in family.arrays:
     return None, None
   found = _shapes.scale_of(scale, sizes)
@@ -347,7 +348,7 @@ def factor(family: Family, scale, sizes: _shapes.Sizes) -> tuple[float | None, A
 
 
 def widened(problem: Problem, scale):
-  """Returns the tokens in the accumulation dtype, queries times `scale` (None for no queries), and the first state."""
+  """Returns the tokens in the state's dtype, queries times a given `scale`, and the first state."""
   dtype = problem.state.dtype
   tokens = jax.tree.map(lambda x: x.astype(dtype), problem.tokens)
   if scale is not None:
@@ -356,7 +357,7 @@ def widened(problem: Problem, scale):
 
 
 def layouts(family: Family, call: Call, *, one_token: bool = False):
-  """Mesh axes of (output, state parts) on an explicit mesh: by letters, but for a state that came in laid out."""
+  """Mesh axes of (output, state parts) on an explicit mesh: by letters, or as the state came in."""
   held = [(x, _letters_of(x, family.letters(name, one_token))) for name, x in call.arrays.items()]
   held += list(zip(call.state, family.state.values(), strict=True))
   axes = axes_of_letters(*held, (call.segment_ids, "B T"))
