@@ -12,13 +12,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lajax._shapes import check, check_positive
 from lajax.layers.mixer import Mixer
-from lajax.layers.state import Documents, LayerState
+from lajax.layers.parameters import promoted, wide_dtype, widen
+from lajax.layers.state import CallDocuments, LayerState
 
 Cache = tuple[Array, ...]  # each [B S HK ..]
+
+
+def key_heads(num_heads: int, num_kv_heads: int | None) -> int:
+  """Returns HK, a divisor of H; H where it is not given."""
+  check_positive("num_kv_heads", num_kv_heads)
+  heads = num_heads if num_kv_heads is None else num_kv_heads
+  if num_heads % heads:
+    raise ValueError(
+      f"`num_kv_heads` must divide num_heads = {num_heads}; got {heads}. Take a divisor of it."
+    )
+  return heads
+
+
+def gated(o: Float[Array, "B T H K"], gate: Float[Array, "B T H K"] | None):
+  """Returns o * sigmoid(gate) in o's dtype, computed in float32 at least; o where there is no gate."""
+  return o if gate is None else (widen(o) * jax.nn.sigmoid(widen(gate))).astype(o.dtype)
 
 
 class CachedArray(NamedTuple):
@@ -81,7 +98,7 @@ class CachedMixer(Mixer):
 
   def init_memory(self, batch: int, dtype) -> Cache:
     """Returns the cache before the first token of a computation in `dtype`: zeros."""
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    wide = wide_dtype(dtype, self.param_dtype)
     like = tuple(jax.ShapeDtypeStruct((), wide if x.wide else dtype) for x in self.cached)
     return self._empty(batch, self.max_length, like)
 
@@ -116,12 +133,12 @@ class CachedMixer(Mixer):
       jnp.zeros((batch, size, *x.shape), y.dtype) for x, y in zip(self.cached, like, strict=True)
     )
 
-  def begin(self, new: Cache, documents: Documents) -> Cache:
+  def begin(self, new: Cache, documents: CallDocuments) -> Cache:
     """Returns the cache after a first call; its documents may be longer than `max_length`."""
     B, T = documents.position.shape
     return _write(self._empty(B, max(T, self.max_length), new), new, documents)
 
-  def extend(self, cache: Cache, new: Cache, documents: Documents) -> Context:
+  def extend(self, cache: Cache, new: Cache, documents: CallDocuments) -> Context:
     """Returns the context of a call behind a cache.
 
     Where a document no longer fits, ValueError. Under jit, where lengths cannot be seen, its tokens
@@ -135,7 +152,7 @@ class CachedMixer(Mixer):
 
 
 @functools.partial(jax.jit, static_argnames="bounded")
-def _extend(cache: Cache, new: Cache, documents: Documents, bounded: bool) -> Context:
+def _extend(cache: Cache, new: Cache, documents: CallDocuments, bounded: bool) -> Context:
   T, capacity = documents.position.shape[1], cache[0].shape[1]
   lost = None
   if bounded:
@@ -155,9 +172,8 @@ def _extend(cache: Cache, new: Cache, documents: Documents, bounded: bool) -> Co
 
 def _promoted(cache: Cache, new: Cache) -> Cache:
   """The call's tokens in the wider of their own dtypes and the cache's: neither is cut."""
-  wider = lambda old, x: jnp.promote_types(old.dtype, x.dtype)
-  with jax.numpy_dtype_promotion("standard"):
-    return tuple(x.astype(wider(old, x)) for old, x in zip(cache, new, strict=True))
+  pairs = zip(cache, new, strict=True)
+  return tuple(x.astype(promoted(old.dtype, x.dtype)) for old, x in pairs)
 
 
 def _positions(count: Int[Array, "B"], capacity: int) -> Int[Array, "B S"]:
@@ -167,7 +183,7 @@ def _positions(count: Int[Array, "B"], capacity: int) -> Int[Array, "B S"]:
 
 
 @jax.jit
-def _write(cache: Cache, new: Cache, documents: Documents) -> Cache:
+def _write(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
   """The cache with the tokens of the call's last document; the documents before it are over."""
   B, capacity = cache[0].shape[:2]
   keep = documents.position >= documents.length[:, None] - capacity
@@ -180,9 +196,7 @@ def _write(cache: Cache, new: Cache, documents: Documents) -> Cache:
     cache = tuple(jnp.where(begins, jnp.zeros((), c.dtype), c) for c in cache)
   places = jnp.where(keep, documents.position % capacity, capacity)  # capacity: dropped
   rows = np.arange(B)[:, None]
-  return tuple(
-    c.at[rows, places].set(x, mode="drop") for c, x in zip(cache, new, strict=True)
-  )
+  return tuple(c.at[rows, places].set(x, mode="drop") for c, x in zip(cache, new, strict=True))
 
 
 def _check_room(length: Int[Array, "B"], capacity: int) -> None:

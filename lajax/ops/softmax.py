@@ -90,7 +90,7 @@ def attention(
       "`scale` must be a number known when the function is traced; got a traced array. Multiply `q`"
       " by it."
     )
-  options = Options(causal, window, float(_shapes.scale_of(scale, sizes)))
+  options = Options(causal, window, float(_shapes.scale_of(scale, sizes)), impl)
   supports = functools.partial(pallas.supports_attention, q, k, v, sink, log_forget)
   kernels = use_kernels(impl, supports, sizes)
   if kernels:
@@ -99,7 +99,7 @@ def attention(
     return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
   bare = window is None and sink is None and ids is None
   if not kernels:
-    compute = functools.partial(_plain, impl)
+    compute = _plain
   elif impl == "auto" and bare and _cudnn_takes(q, k, v):
     compute = _by_cudnn
   else:
@@ -113,6 +113,7 @@ class Options(NamedTuple):
   causal: bool
   window: int | None
   scale: float
+  impl: str
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))
@@ -130,14 +131,14 @@ def _run(q, k, v, sink, log_forget, segment_ids, compute, options: Options):
   return compute(options, q, k, v, sink, log_forget, segment_ids)
 
 
-def _plain(impl: str, options: Options, q, k, v, sink, log_forget, segment_ids):
+def _plain(options: Options, q, k, v, sink, log_forget, segment_ids):
   """Attention in plain JAX."""
   place, is_token = _placement(q, segment_ids)
   if is_token is not None:
     q, k, v, log_forget = blank_padding((q, k, v, log_forget), is_token)
   one_type = q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
   bare = sink is None and log_forget is None and one_type and q.dtype != jnp.float64
-  if impl == "auto" and bare and q.shape[1] <= WHOLE:
+  if options.impl == "auto" and bare and q.shape[1] <= WHOLE:
     return without_padding(_whole(q, k, v, place, is_token is not None, options), is_token)
   return softmax.attend(
     q,
@@ -149,8 +150,10 @@ def _plain(impl: str, options: Options, q, k, v, sink, log_forget, segment_ids):
     k_segments=place.document,
     sink=sink,
     log_forget=log_forget,
-    **options._asdict(),
-    impl="chunked" if impl == "auto" else impl,
+    causal=options.causal,
+    window=options.window,
+    scale=options.scale,
+    impl="chunked" if options.impl == "auto" else options.impl,
   )
 
 
@@ -210,4 +213,7 @@ def _by_kernels(options: Options, q, k, v, sink, _, segment_ids):
   if segment_ids is not None:
     document, is_token = packing(segment_ids)
     q, k, v = blank_padding((q, k, v), is_token)
-  return pallas.run_attention(q, k, v, sink, document, is_token, **options._asdict())
+  causal, window, scale = options.causal, options.window, options.scale
+  return pallas.run_attention(
+    q, k, v, sink, document, is_token, causal=causal, window=window, scale=scale
+  )
