@@ -234,6 +234,11 @@ def _read_all(q, k, v, documents: PackedDocuments | None, precision) -> Float[Ar
     grouped = v.reshape(B, T, H, -1, v.shape[-1])
     G = jnp.einsum("bthk,bthgv->bhgkv", k, grouped, precision=precision)
     return jnp.einsum("bthk,bhgkv->bthgv", q, G, precision=precision).reshape(v.shape)
+  if k.shape[-1] == 1:
+    # All tokens of a document read the same sum. As two sums it would be a difference, where the
+    # values are about their average; one per token is no larger than the values.
+    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    return q * documents.sum(k * v)
   # Two sums without a token in common, up to a token and behind it: nothing is subtracted or
   # cancels.
   document = documents.document
