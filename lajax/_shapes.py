@@ -47,6 +47,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -184,6 +185,16 @@ def check_multiple(small: str, large: str, sizes: Sizes, names: tuple[str, str])
       f"{large} = n * {small}."
     )
   return many // few
+
+
+def check_known(sizes: Sizes, *letters: str) -> None:
+  """NotImplementedError for a size that is a symbol of `jax.export`."""
+  for letter in letters:
+    if jax.export.is_symbolic_dim(sizes[letter]):
+      raise NotImplementedError(
+        f"the size of axis {letter} must be known; got the symbol {sizes[letter]}. "
+        "Export one function per size; the batch may be a symbol."
+      )
 
 
 def check_parts(name: str, parts, letters: Sequence[str]) -> Sequence:

@@ -6,12 +6,13 @@ import sys
 import warnings
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import lajax
-from lajax import _cpu_hang, ops
+from lajax import _cpu_hang, _shapes, ops
 from lajax.ops.run import refuse
 
 COMPILED = []
@@ -44,8 +45,6 @@ def test_a_new_length_compiles_once():
 
 def test_nan_is_counted_on_devices_too():
   """Arrays that NumPy cannot read without a copy between devices are counted where they are."""
-  from lajax import _shapes
-
   x, ids = jnp.array([[np.nan, 1.0, np.nan]]), jnp.array([[0, 0, -1]])
   assert _shapes._count_on_device(x, None, jnp.isnan) == _shapes._count(x, None, jnp.isnan) == 2
   assert _shapes._count_on_device(x, ids, jnp.isnan) == _shapes._count(x, ids, jnp.isnan) == 1
@@ -136,6 +135,37 @@ def test_named_kernels_never_fall_back():
     ops.gated_rms_norm(jnp.ones((1, 8193)), jnp.ones(8193), impl="pallas")
   with pytest.raises(NotImplementedError, match=r"cannot do this: It is late\. Use impl="):
     refuse("It is late.")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_a_symbolic_batch_is_exported(packed):
+  """And a symbolic length is refused in a sentence."""
+
+  def abstract(*letters):
+    q = jax.ShapeDtypeStruct(jax.export.symbolic_shape(", ".join(letters)), jnp.float32)
+    g = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    ids = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32) if packed else None
+    return q, g, ids
+
+  calls = {
+    "linear_attention": lambda q, g, ids: lajax.linear_attention(q, q, q, g, segment_ids=ids),
+    "normalized": lambda q, g, ids: lajax.normalized_linear_attention(q, q, q, g, segment_ids=ids),
+    "delta_rule": lambda q, g, ids: lajax.delta_rule(q, q, q, g, g, segment_ids=ids),
+    "mlstm": lambda q, g, ids: lajax.mlstm(q, q, q, g, g, segment_ids=ids),
+    "linear_recurrence": lambda q, g, ids: lajax.linear_recurrence(q, q, segment_ids=ids),
+    "bidirectional": lambda q, g, ids: lajax.bidirectional_linear_attention(
+      q, q, q, segment_ids=ids
+    ),
+    "short_conv": lambda q, g, ids: ops.short_conv(q[:, :, 0], jnp.ones((4, 3)), document_ids=ids),
+    "gated_rms_norm": lambda q, g, ids: ops.gated_rms_norm(q, jnp.ones(4), q),
+  }
+  for call in calls.values():
+    jax.export.export(jax.jit(call))(*abstract("b", "20", "2", "4"))
+  for name in ("linear_attention", "delta_rule", "mlstm", "linear_recurrence"):
+    with pytest.raises(
+      NotImplementedError, match="the size of axis T must be known; got the symbol"
+    ):
+      jax.export.export(jax.jit(calls[name]))(*abstract("2", "t", "2", "4"))
 
 
 # --- the guard on import ---

@@ -69,6 +69,7 @@ def call(
   """Runs an op: checks its arguments, chooses an implementation, computes (output, final state)."""
   family = op.family
   sizes, parts = family.check(arrays, initial_state, segment_ids)
+  _shapes.check_known(sizes, "T")
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   chunk_size = _shapes.check_positive("chunk_size", chunk_size)
   number, traced = families.factor(family, scale, sizes)

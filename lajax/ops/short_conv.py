@@ -84,7 +84,7 @@ def _convolve(x, weight, bias, cache, ids, silu: bool, by_kernel: bool):
   def compute(x, weight, bias, cache, ids):
     past = cache
     if past is None:
-      past = jnp.zeros((len(x), weight.shape[1] - 1, x.shape[2]), x.dtype)
+      past = jnp.zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]), x.dtype)
     if by_kernel:
       y, rest = pallas.run_short_conv(x, weight, bias, past.astype(x.dtype), ids, silu=silu)
     else:

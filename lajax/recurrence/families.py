@@ -159,7 +159,7 @@ def _normalized(call: Call) -> Problem:
   x, v = call.arrays, call.arrays["v"]
   S, z = call.state
   if S is None or z is None:
-    shape = (len(v), v.shape[2], x["q"].shape[-1], v.shape[-1] + 1)
+    shape = (v.shape[0], v.shape[2], x["q"].shape[-1], v.shape[-1] + 1)
     state = jnp.zeros(shape, call.dtype)
   else:
     state = jnp.concatenate([S, z[..., None]], axis=-1).astype(call.dtype)
@@ -206,12 +206,12 @@ def _elementwise(call: Call) -> Problem:
   """One head, whose state has a row per channel and one column."""
   x, log_a = call.arrays["x"], call.arrays["log_a"]
   D = math.prod(x.shape[2:])
-  h = _first(call, len(x), *x.shape[2:])
+  h = _first(call, x.shape[0], *x.shape[2:])
   flat = lambda a: a.reshape(*a.shape[:2], 1, D)
   return Problem(
     linear_recurrence.rule,
     linear_recurrence.ElementwiseTokens(flat(x), flat(log_a)),
-    h.reshape(len(x), 1, D, 1),
+    h.reshape(x.shape[0], 1, D, 1),
     call.segment_ids,
     lambda o: o.reshape(x.shape),
     lambda state: (state.reshape(h.shape),),
