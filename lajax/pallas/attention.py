@@ -34,6 +34,7 @@ from lajax.pallas.attention_blocks import (
   where,
 )
 from lajax.pallas.launch import differentiable, launch
+from lajax.pallas.nonfinite import bad_tokens, reached, replace
 from lajax.pallas.plan import over
 from lajax.pallas.tiles import both, give, take
 
@@ -262,21 +263,41 @@ def attention(
 
 def _forward(static, inputs, documents):
   (mask, scale), (q, k, v, sink) = static, inputs
-  p = plan(q, k, v, mask, documents is not None, scale)
+  p, marked = plan(q, k, v, mask, documents is not None, scale), None
+  if documents is not None:
+    bad = bad_tokens(q, k, v) & (documents.segment >= 0)
+    marked = _readers(mask, bad, documents)
+    q, k, v = replace(bad, (q, k, v), 0.0)
   o, lse = _forward_launch(p, q, k, v, sink, documents)
-  return o, (inputs, documents, o, lse)
+  residuals = (q, k, v, sink), documents, o, lse, marked
+  return o if marked is None else replace(marked, o, jnp.nan), residuals
+
+
+def _readers(mask: Mask, bad, documents: Documents) -> Bool[Array, "B T"]:
+  """Tokens that may read a bad one: those behind it in its document, or all of its document if not causal."""
+  found = reached(bad, documents.segment)
+  return found if mask.causal else found | reached(bad, documents.segment, reverse=True)
 
 
 def _backward(static, residuals, do):
   mask, scale = static
-  (q, k, v, sink), documents, o, lse = residuals
+  (q, k, v, sink), documents, o, lse, marked = residuals
   p = plan(q, k, v, mask, documents is not None, scale)
+  if documents is not None:
+    bad = bad_tokens(do) | (marked & (do != 0).any((2, 3)))
+    bad &= documents.segment >= 0
+    do, marked = replace(bad, do, 0.0), reached(bad, documents.segment, reverse=True)
+    if not mask.causal:
+      marked |= reached(bad, documents.segment)
   dq, delta = _backward_launch(p, "queries", (q, k, v, do, lse, o), (q, lse), documents)
   dk, dv = _backward_launch(p, "keys", (q, k, v, do, lse, delta), (k, v), documents)
   dsink = None
   if sink is not None:
     weight = jnp.exp(jnp.maximum(sink.astype(f32), LOWEST) - lse)
     dsink = -jnp.sum(weight * delta, axis=(0, 1)).astype(sink.dtype)
+  if documents is not None:
+    dq, dk, dv = replace(marked, (dq, dk, dv), jnp.nan)
+    dsink = None if dsink is None else jnp.where(bad.any(), jnp.nan, dsink)
   return (dq, dk, dv, dsink), None
 
 

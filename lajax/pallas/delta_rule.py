@@ -33,6 +33,7 @@ from lajax.pallas import delta_rule_forward as forward
 from lajax.pallas import tiles
 from lajax.pallas.decode import decode as one_token
 from lajax.pallas.launch import differentiable
+from lajax.pallas.nonfinite import guarded
 from lajax.pallas.plan import Plan, documents, plan, refusal
 
 f32 = jnp.float32
@@ -114,7 +115,7 @@ def _backward(scale: float, residuals, cotangents):
   return found, None
 
 
-_correct = differentiable(_forward, _backward, _alone)
+_correct = differentiable(*guarded(_forward, _backward, _alone))
 
 
 def supports(

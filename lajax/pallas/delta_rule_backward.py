@@ -343,21 +343,9 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
 
   q, k = q.astype(f32), k.astype(f32)
   if g is not None:
-    difference, after = q * dq + k * (dreader - dk), k * writes
-    if p.gate == "channel":
-      total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
-      dg = (
-        tiles.sums(row <= column, difference, fine)
-        + tiles.sums(row > column, after, fine)
-        + total[None, :]
-      )
-      give(outputs[2], jnp.where(jnp.exp(g) > 0, dg, 0.0), both(tokens, keys))
-    else:
-      total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))
-      terms = jnp.where(
-        row >= column, jnp.sum(difference, axis=1)[:, None], jnp.sum(after, axis=1)[:, None]
-      )
-      give(outputs[2], jnp.where(jnp.exp(g) > 0, jnp.sum(terms, axis=0) + total, 0.0), tokens)
+    late, after = q * dq + k * (dreader - dk), k * writes
+    dg = tiles.gate_cotangent(g, runs, late, None, after, total, fine)
+    give(outputs[2], dg, both(tokens, keys) if p.gate == "channel" else tokens)
   give(outputs[0], dq + own * k, both(tokens, keys))
   give(outputs[1], dreader + dk + writes + own * q, both(tokens, keys))
 

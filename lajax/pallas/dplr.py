@@ -35,6 +35,7 @@ from lajax.pallas import dplr_forward as forward
 from lajax.pallas import tiles
 from lajax.pallas.decode import decode as one_token
 from lajax.pallas.launch import differentiable
+from lajax.pallas.nonfinite import guarded
 from lajax.pallas.plan import Plan, documents, plan, refusal
 
 f32 = jnp.float32
@@ -171,7 +172,7 @@ def _backward(static: _Static, residuals, cotangents):
   return found, None
 
 
-_advance = differentiable(_forward, _backward, _alone)
+_advance = differentiable(*guarded(_forward, _backward, _alone))
 
 
 def supports(

@@ -391,16 +391,8 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   if g is not None:
     late, early = wide(q) * dq - wide(k) * dk - wide(b) * db, wide(a) * da
     after = wide(k) * k_writes + wide(b) * b_writes
-    if p.gate == "channel":
-      total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
-      dg = tiles.sums(row <= column, late, fine) + tiles.sums(row < column, early, fine)
-      dg += tiles.sums(row > column, after, fine) + total[None, :]
-      give(outputs[4], jnp.where(jnp.exp(g) > 0, dg, 0.0), both(tokens, keys))
-    else:
-      total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))
-      late, early, after = (jnp.sum(x, axis=1)[:, None] for x in (late, early, after))
-      terms = jnp.where(row > column, late + early, jnp.where(row == column, late, after))
-      give(outputs[4], jnp.where(jnp.exp(g) > 0, jnp.sum(terms, axis=0) + total, 0.0), tokens)
+    dg = tiles.gate_cotangent(g, runs, late, early, after, total, fine)
+    give(outputs[4], dg, both(tokens, keys) if p.gate == "channel" else tokens)
   own_b, own_k = (
     jnp.sum(jnp.where(row == column, take(squares_ref.at[jnp.int32(n)], None), 0.0), axis=1)[
       :, None

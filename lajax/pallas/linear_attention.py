@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from lajax.pallas import segments, tiles
 from lajax.pallas.decode import decode as one_token
 from lajax.pallas.launch import differentiable
+from lajax.pallas.nonfinite import guarded
 from lajax.pallas.plan import (
   Axes,
   Plan,
@@ -297,7 +298,7 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   own = p.scale * jnp.sum(jnp.where(row == column, dscores, 0.0), axis=1)[:, None]
   dq = tiles.from_start(runs, dq * p.scale)
   dk_state = tiles.to_end(runs, dk_state)
-  dscores = p.scale * tiles.pairs(runs, row > column, dscores)
+  dscores, g = p.scale * tiles.pairs(runs, row > column, dscores), None
 
   if p.gate == "channel":
     g = take(g_ref, both(tokens, keys)).astype(f32)
@@ -319,22 +320,10 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
       )
     dq, dk = dq + product(dscores, k), product.outer(dscores, q)
 
-  if p.gate != "none":
-    difference, after = q * dq - k * dk, k * dk_state
-    if p.gate == "channel":
-      total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
-      dg = (
-        tiles.sums(row <= column, difference, full)
-        + tiles.sums(row > column, after, full)
-        + total[None, :]
-      )
-      give(outputs[2], dg, both(tokens, keys))
-    else:
-      total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))
-      terms = jnp.where(
-        row >= column, jnp.sum(difference, axis=1)[:, None], jnp.sum(after, axis=1)[:, None]
-      )
-      give(outputs[2], jnp.sum(terms, axis=0) + total, tokens)
+  if g is not None:
+    late, after = q * dq - k * dk, k * dk_state
+    dg = tiles.gate_cotangent(g, runs, late, None, after, total, full)
+    give(outputs[2], dg, both(tokens, keys) if p.gate == "channel" else tokens)
   give(outputs[0], dq + own * k, both(tokens, keys))
   give(outputs[1], dk + dk_state + own * q, both(tokens, keys))
 
@@ -412,7 +401,7 @@ def _backward(scale: float, residuals, cotangents):
   return (dq.astype(q.dtype), dk.astype(k.dtype), dv, dg, dstate.astype(state.dtype)), None
 
 
-_attend = differentiable(_forward, _backward, _alone)
+_attend = differentiable(*guarded(_forward, _backward, _alone))
 
 
 def supports(

@@ -102,7 +102,12 @@ def _over_tokens(p: Plan, y_ref, log_a_ref, begins_ref, s, channels, reverse: bo
       a = jnp.where(begins[0] != 0, 0.0, a)
     if p.ragged:
       y, a = jnp.where(t < p.T, y, 0.0), jnp.where(t < p.T, a, 1.0)
-    return body(t, a, y, carry), *waiting
+
+    def decayed(x):
+      # A product with 0 alone would let NaN and inf of one document into the next.
+      return jnp.where(begins[0] != 0, 0.0, a * x) if begins else a * x
+
+    return body(t, decayed, y, carry), *waiting
 
   return lax.fori_loop(0, p.L, token, (carry, *map(row, range(AHEAD))))[0]
 
@@ -119,9 +124,9 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: b
   _, s, j = _place(p, True)(pl.program_id(0))
   channels = p.channels(j)
 
-  def step(t, a, y, carry):
+  def step(t, decayed, y, carry):
     A, H = carry
-    return a * A, a * (y + H) if reverse else a * H + y
+    return decayed(A), decayed(y + H) if reverse else decayed(H) + y
 
   start = jnp.ones(p.tile, f32), jnp.zeros(p.tile, f32)
   A, H = _over_tokens(p, y_ref, log_a_ref, begins_ref, s, channels, reverse, step, start)
@@ -129,7 +134,9 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: b
   give(outputs[1], H, channels)
 
 
-def _combine_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool):
+def _combine_kernel(
+  inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool, documents: bool
+):
   """The states that segments begin with; in reverse, the cotangents of those that they end with."""
   A_ref, H_ref, state_ref = inputs
   _, _, j = _place(p, False)(pl.program_id(0))
@@ -138,7 +145,8 @@ def _combine_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: boo
   def segment(m, state):
     s = p.S - 1 - m if reverse else m
     give(outputs[0].at[s, :], state, channels)
-    return take(A_ref.at[s, :], channels) * state + take(H_ref.at[s, :], channels)
+    A, H = take(A_ref.at[s, :], channels), take(H_ref.at[s, :], channels)
+    return (jnp.where(A == 0, 0.0, A * state) if documents else A * state) + H
 
   lax.fori_loop(0, p.S, segment, take(state_ref, channels).astype(f32))
 
@@ -150,8 +158,8 @@ def _replay_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   _, s, j = _place(p, True)(pl.program_id(0))
   channels = p.channels(j)
 
-  def step(t, a, x, h):
-    h = a * h + x
+  def step(t, decayed, x, h):
+    h = decayed(h) + x
     give(h_ref.at[jnp.minimum(t, p.T - 1), :], h, _exists(p, t, channels))
     return h
 
@@ -171,13 +179,16 @@ def _reverse_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
   channels = p.channels(j)
   first = take(state_ref, channels).astype(f32)
 
-  def step(t, a, dh, u):
+  def step(t, decayed, dh, u):
     dh = dh + u
-    u = a * dh
+    u = decayed(dh)
     before = take(h_ref.at[jnp.clip(t - 1, 0, p.T - 1), :], channels).astype(f32)
     at, exists = jnp.minimum(t, p.T - 1), _exists(p, t, channels)
     give(dx_ref.at[at, :], dh, exists)
-    give(dlog_a_ref.at[at, :], u * jnp.where(t == 0, first, before), exists)
+    dlog_a = u * jnp.where(t == 0, first, before)
+    if begins_ref is not None:  # what stands before belongs to another document, and may be NaN
+      dlog_a = jnp.where(load(begins_ref.at[at]) != 0, 0.0, dlog_a)
+    give(dlog_a_ref.at[at, :], dlog_a, exists)
     return u
 
   end = take(end_ref, channels).astype(f32)
@@ -209,7 +220,7 @@ def _starts(p: Plan, y, log_a, begins, state, reverse: bool) -> Float[Array, "B 
     out_shapes=[states] * 2,
   )
   (starts,) = launch(
-    functools.partial(_combine_kernel, p=p, reverse=reverse),
+    functools.partial(_combine_kernel, p=p, reverse=reverse, documents=begins is not None),
     (A, H, state),
     name="recurrence_combine",
     programs=p.B * p.ND,

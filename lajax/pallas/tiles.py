@@ -243,6 +243,49 @@ def pairs_of_halves(C: int, h: int) -> Bool[Array, "C C"]:
   return ((i ^ j) // h == 1) & (i > j)
 
 
+def gate_cotangent(
+  g: Float[Array, "C"] | Float[Array, "C K"],
+  document: "Runs | None",
+  late: Float[Array, "C K"],
+  early: Float[Array, "C K"] | None,
+  after: Float[Array, "C K"],
+  total: Float[Array, "K"],
+  product: Products,
+) -> Float[Array, "C"] | Float[Array, "C K"]:
+  """Cotangent of the log decays of a chunk, per channel or, where g is [C], per head.
+
+  The gate of token l is in every interval that begins before l and ends at or after l. So dg sums cotangent times value of
+  all that decays over such an interval.
+
+  Args:
+    late: terms of the tokens that read after their own decay, less those of the keys they read: summed over i >= l.
+    early: terms of the tokens that read before their own decay, summed over i > l; None for none.
+    after: terms of what the tokens write to the state, summed over j < l.
+    total: terms of the state, which decays through the whole chunk: every l has them.
+    product: multiplies the sums over tokens, per channel.
+  """
+  row, column = (iota((g.shape[0], g.shape[0]), axis) for axis in (0, 1))
+  if g.ndim == 2:
+    total = total * throughout(document, jnp.exp(jnp.sum(g, axis=0)))
+    dg = sums(row <= column, late, product)
+    if early is not None:
+      dg += sums(row < column, early, product)
+    dg += sums(row > column, after, product)
+    dg += total[None, :]
+  else:
+    total = jnp.sum(total) * throughout(document, jnp.exp(jnp.sum(g)))
+    late, after = jnp.sum(late, axis=1)[:, None], jnp.sum(after, axis=1)[:, None]
+    if early is None:
+      terms = jnp.where(row >= column, late, after)
+    else:
+      early = jnp.sum(early, axis=1)[:, None]
+      terms = jnp.where(row > column, late + early, jnp.where(row == column, late, after))
+    dg = jnp.sum(terms, axis=0) + total
+  # A token that forgets everything has no gradient at all. What is left here is rounding, which a caller's own
+  # derivative, such as that of -exp(x), multiplies by g = -1e4 or -inf.
+  return jnp.where(jnp.exp(g) > 0, dg, 0.0)
+
+
 # --- documents -------------------------------------------------------------------------------------------------------
 
 
