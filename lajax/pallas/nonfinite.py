@@ -1,16 +1,17 @@
 """Keeps NaN and inf inside their own document.
 
-A product of matrices multiplies what it masks by 0, and 0 NaN is NaN: inside a kernel, one token that is not finite reaches
-every token of its chunk. Selecting before each product would cost registers that the kernels do not have. So packed
-documents are guarded around the kernels, where padding is blanked anyway:
+A product of matrices multiplies what it masks by 0, and 0 NaN is NaN: inside a kernel, one token
+that is not finite reaches every token of its chunk. Selecting before each product would cost
+registers that the kernels do not have. So packed documents are guarded around the kernels, where
+padding is blanked anyway:
 
-* A token that is not finite goes in as zeros. NaN stands in the outputs from that token to the end of its document, and in
-  the final state where that is the last document.
-* A cotangent that is not finite, or one of such an output and not zero, goes in as zeros too. NaN stands in all gradients
-  from the start of its document to that token.
+* A token that is not finite goes in as zeros. NaN stands in the outputs from that token to the end
+  of its document, and in the final state where that is the last document.
+* A cotangent that is not finite, or one of such an output and not zero, goes in as zeros too. NaN
+  stands in all gradients from the start of its document to that token.
 
-All other numbers are exact. The cost is one more pass over the inputs and one over the outputs' cotangents. Calls without
-documents are not guarded.
+All other numbers are exact. The cost is one more pass over the inputs and one over the outputs'
+cotangents. Calls without documents are not guarded.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from jaxtyping import Array, Bool, Int
 
 
 def bad_tokens(*arrays: Array | None, gate: Array | None = None) -> Bool[Array, "B T"]:
-  """Tokens with a NaN or an inf in one of the arrays [B T ..]; -inf is a value of a gate like any other."""
+  """Tokens with a NaN or an inf in one of the arrays [B T ..]; -inf is a value of a gate like any
+  other.
+  """
   found = [~jnp.isfinite(x) for x in arrays if x is not None]
   found += [] if gate is None else [~(gate < jnp.inf)]
   per_token = [x.any(axis=tuple(range(2, x.ndim))) for x in found]
@@ -33,7 +36,10 @@ def bad_tokens(*arrays: Array | None, gate: Array | None = None) -> Bool[Array, 
 def reached(
   bad: Bool[Array, "B T"], document: Int[Array, "B T"], reverse: bool = False
 ) -> Bool[Array, "B T"]:
-  """Tokens at or after a bad token of their document; in reverse, at or before one. Documents are numbered upwards."""
+  """Tokens at or after a bad token of their document; in reverse, at or before one.
+
+  Documents are numbered upwards.
+  """
   if reverse:
     first_ahead = jnp.where(bad, document, jnp.iinfo(document.dtype).max)
     return lax.cummin(first_ahead, axis=1, reverse=True) == document
@@ -47,11 +53,13 @@ def replace(where: Bool[Array, "*B"], tree: Any, value: float) -> Any:
 
 
 def guarded(forward: Callable, backward: Callable, alone: Callable) -> tuple[Callable, ...]:
-  """Returns the same three functions of a matrix state, which keep NaN and inf inside their document.
+  """Returns the same three functions of a matrix state, which keep NaN and inf inside their
+  document.
 
   Args:
-    forward, alone: (static, inputs, packed) -> (o, state), residuals. `inputs` are arrays of tokens, with g last but one and
-      the state last; `packed` is None or begins with the document of each token, [B >=T].
+    forward, alone: (static, inputs, packed) -> (o, state), residuals. `inputs` are arrays of
+      tokens, with g last but one and the state last; `packed` is None or begins with the document
+      of each token, [B >=T].
     backward: (static, residuals, cotangents of o and state) -> cotangents of inputs, None.
   """
 
