@@ -1,6 +1,6 @@
-"""Synthetic tasks, each a pure function of a random key: `task(key, batch, **sizes) -> inputs, targets, mask`.
+"""Synthetic tasks. Each is a pure function of a random key: `task(key, batch, **sizes) -> inputs, targets, mask`.
 
-`inputs` and `targets` are int32 [B L], `mask` is bool [B L]; the target stands at the position whose output must give it.
+`inputs` and `targets` are int32 [B L], `mask` is bool [B L]. A target stands at the position whose output must give it.
 `evaluate(model_fn, task)` scores any callable from tokens to logits.
 """
 

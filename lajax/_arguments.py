@@ -1,0 +1,74 @@
+"""Checks of single arguments: numbers, random keys, arrays that must be given. Each raises a ValueError with one line."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from lajax._shapes import check
+
+
+def whole_number(name: str, value, least: int = 1, most: int | None = None) -> int:
+  """Returns a whole number as an int; it may come from NumPy."""
+  try:
+    number = None if isinstance(value, bool | np.bool_) else operator.index(value)
+  except TypeError:
+    number = None
+  if number is None or number < least or (most is not None and number > most):
+    limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise ValueError(f"`{name}` must be a whole number {limit}; got {describe(value)}.")
+  return number
+
+
+def finite_number(name: str, value) -> None:
+  """Checks a real number that is finite in float32. A traced one is only checked for its shape and dtype."""
+  is_array = isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
+  is_number = isinstance(value, int | float | np.number) or is_array
+  real = is_number and not isinstance(value, bool) and np.isrealobj(value)
+  if real and is_array:
+    real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+  limit = float(np.finfo(np.float32).max)
+  if not real or not (isinstance(value, Tracer) or -limit <= value <= limit):
+    raise ValueError(f"`{name}` must be a finite number; got {describe(value)}.")
+
+
+def random_key(name: str, key) -> None:
+  """Checks a JAX random key, typed or raw."""
+  dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+  typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+  raw = isinstance(key, jax.Array | np.ndarray) and dtype == jnp.uint32 and len(key.shape) == 1
+  if not typed and not raw:
+    raise ValueError(
+      f"`{name}` must be one JAX random key; got {describe(key)}. Make one by jax.random.key(0)."
+    )
+
+
+def arrays(sizes: Mapping[str, int] | None = None, /, **given) -> dict[str, int]:
+  """Checks arrays as `_shapes.check` does, and also that none is None. The kind may be "bool" too."""
+  stand_ins = {}
+  for name, (x, letters, kind) in given.items():
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+      raise ValueError(
+        f"`{name}` must be an array [{letters}] of kind {kind}; got {describe(x)}. "
+        "Pass it through jnp.asarray."
+      )
+    if kind == "bool":
+      if x.dtype != jnp.bool_:
+        raise ValueError(
+          f"`{name}` must have the dtype bool; got {x.dtype}. Cast it, as in {name}.astype(bool)."
+        )
+      x, kind = jax.ShapeDtypeStruct(x.shape, jnp.int32), "int"
+    stand_ins[name] = (x, letters, kind)
+  return check(sizes, **stand_ins)
+
+
+def describe(value: Any) -> str:
+  """Describes a value in an error: shape and dtype of an array, else its text."""
+  if hasattr(value, "shape") and hasattr(value, "dtype") and value.shape != ():
+    return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
+  text = repr(value)
+  return text if len(text) <= 60 else f"{type(value).__name__} {text[:50]}..."
