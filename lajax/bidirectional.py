@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lajax import _shapes
 from lajax._numerics import accumulation_dtype, product_precision
 from lajax.ops import linear_attention
-from lajax.recurrence import drive
+from lajax.recurrence.documents import blank_padding, packing
 from lajax.recurrence.linear_attention import divided, with_ones
 
 NORMALIZATIONS = ("softmax", "scaling")
@@ -96,29 +96,29 @@ def document_maximum(
   """The largest value of each channel over the document of each token; 0 for padding, which takes no part."""
   if segment_ids is None:
     return jnp.broadcast_to(x.max(axis=1, keepdims=True), x.shape)
-  documents = Documents(*drive.segments(segment_ids))
+  documents = PackedDocuments(*packing(segment_ids))
   return documents.blank(documents.maximum(x))
 
 
-class Documents(NamedTuple):
-  """Packed documents: a change of id begins a new run."""
+class PackedDocuments(NamedTuple):
+  """Packed documents: a change of id begins a new document."""
 
-  runs: Int[Array, "B T"]
-  real: Bool[Array, "B T"]  # not padding
+  document: Int[Array, "B T"]
+  is_token: Bool[Array, "B T"]  # not padding
 
   def blank(self, arrays):
-    return drive.blank_padding(arrays, self.real)
+    return blank_padding(arrays, self.is_token)
 
   def reduce(self, reduction: Callable, x: Float[Array, "B T *D"]) -> Float[Array, "B T *D"]:
-    """A sum or maximum over each run, at every token of it."""
-    over_run = lambda x, runs: reduction(x, runs, num_segments=len(x), indices_are_sorted=True)[
-      runs
-    ]
-    return jax.vmap(over_run)(x, self.runs)
+    """A sum or maximum over each document, at every token of it."""
+    over_run = lambda x, document: reduction(
+      x, document, num_segments=len(x), indices_are_sorted=True
+    )[document]
+    return jax.vmap(over_run)(x, self.document)
 
   def maximum(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T *D"]:
-    """Over the real tokens; -inf where a run has none."""
-    return self.reduce(jax.ops.segment_max, jnp.where(_alike(self.real, x), x, -jnp.inf))
+    """Over the tokens; -inf where a document has none."""
+    return self.reduce(jax.ops.segment_max, jnp.where(_alike(self.is_token, x), x, -jnp.inf))
 
 
 def _alike(mask: Bool[Array, "B T"], x: Array) -> Array:
@@ -150,43 +150,43 @@ def _efficient(q, k, v, segment_ids, normalization):
 def _over_real_tokens(read: Callable, q, k, v, segment_ids) -> Float[Array, "B T HV V"]:
   """Calls `read` on wide arrays with zeros in the padding; blanks its output there."""
   dtype, precision = accumulation_dtype(q, k, v), product_precision(q, k, v)
-  documents = None if segment_ids is None else Documents(*drive.segments(segment_ids))
+  documents = None if segment_ids is None else PackedDocuments(*packing(segment_ids))
   given = (q, k, v) if documents is None else documents.blank((q, k, v))
   o = read(*(x.astype(dtype) for x in given), documents, precision)
   return (o if documents is None else documents.blank(o)).astype(v.dtype)
 
 
-def _read_softmax(q, k, v, documents: Documents | None, precision):
+def _read_softmax(q, k, v, documents: PackedDocuments | None, precision):
   q = jax.nn.softmax(q, axis=-1)
   if documents is None:
     return _read_all(q, jax.nn.softmax(k, axis=1), v, documents, precision)
-  real = _alike(documents.real, k)
+  is_token = _alike(documents.is_token, k)
   top = documents.maximum(jax.lax.stop_gradient(k))
-  e = jnp.exp(jnp.where(real, k - top, -jnp.inf))
+  e = jnp.exp(jnp.where(is_token, k - top, -jnp.inf))
   total = documents.reduce(jax.ops.segment_sum, e)
-  return _read_all(q, e / jnp.where(real, total, 1), v, documents, precision)
+  return _read_all(q, e / jnp.where(is_token, total, 1), v, documents, precision)
 
 
-def _read_scaled(q, k, v, documents: Documents | None, precision):
+def _read_scaled(q, k, v, documents: PackedDocuments | None, precision):
   o = _read_all(q, k, v, documents, precision)
   if documents is None:
     return o / q.shape[1]
-  n = documents.reduce(jax.ops.segment_sum, documents.real.astype(o.dtype))
+  n = documents.reduce(jax.ops.segment_sum, documents.is_token.astype(o.dtype))
   return o / jnp.maximum(n, 1)[..., None, None]
 
 
-def _read_all(q, k, v, documents: Documents | None, precision) -> Float[Array, "B T HV V"]:
-  """sum_j v_j (k_j . q_i) over all j of the run of i; padding must be blank."""
+def _read_all(q, k, v, documents: PackedDocuments | None, precision) -> Float[Array, "B T HV V"]:
+  """sum_j v_j (k_j . q_i) over all j of the document of i; padding must be blank."""
   if documents is None:
     B, T, H, _ = q.shape
     grouped = v.reshape(B, T, H, -1, v.shape[-1])
     G = jnp.einsum("bthk,bthgv->bhgkv", k, grouped, precision=precision)
     return jnp.einsum("bthk,bhgkv->bthgv", q, G, precision=precision).reshape(v.shape)
   # Two sums without a token in common, up to a token and behind it: nothing is subtracted, so nothing cancels.
-  runs = documents.runs
-  upto, _ = linear_attention(q, k, v, scale=1.0, segment_ids=runs)
-  same_run = jnp.pad(runs[:, 1:] == runs[:, :-1], ((0, 0), (0, 1)))
+  document = documents.document
+  upto, _ = linear_attention(q, k, v, scale=1.0, segment_ids=document)
+  same_run = jnp.pad(document[:, 1:] == document[:, :-1], ((0, 0), (0, 1)))
   next_k = jnp.where(same_run[..., None, None], jnp.roll(k, -1, axis=1), 0)
   flipped = (jnp.flip(x, axis=1) for x in (q, next_k, jnp.roll(v, -1, axis=1)))
-  behind, _ = linear_attention(*flipped, scale=1.0, segment_ids=jnp.flip(runs, axis=1))
+  behind, _ = linear_attention(*flipped, scale=1.0, segment_ids=jnp.flip(document, axis=1))
   return upto + jnp.flip(behind, axis=1)

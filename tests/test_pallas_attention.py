@@ -136,7 +136,7 @@ def test_blocks_hold_what_is_read_and_little_else(causal, window, packed):
     ids[1, 100:300] = 1
     ids[1, 300:] = -1
     ids[2, ::7] = -1
-  segments, real = lajax.recurrence.drive.segments(jnp.asarray(ids))
+  segments, real = lajax.recurrence.documents.packing(jnp.asarray(ids))
   documents = attention_blocks.documents_of(segments, real) if packed else None
   x = jax.ShapeDtypeStruct((B, T, 1, 64), jnp.bfloat16)
   p = attention_blocks.plan(x, x, x, attention_blocks.Mask(causal, window), packed, 1.0)._replace(

@@ -49,7 +49,7 @@ def delta_rule(
     impl: the form, see above; `"pallas"` is for K up to 256 where q, k and v are bfloat16, else 128.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state after the last is_token token, [B HV K V] in float32 (float64 if an input is).
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
@@ -89,7 +89,7 @@ def delta_rule(
     accumulation_dtype(q, k, v, beta, g, erase, write, initial_state),
     product_precision(q, k, v),
   )
-  tokens = _delta.Tokens(
+  tokens = _delta.DeltaTokens(
     *(cast(x, dtype) for x in (q, k, v, beta if erase is None else erase, write, g))
   )
   state = first_state(initial_state, sizes, dtype)
@@ -142,7 +142,7 @@ def delta_product(
     impl: the form, see above.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state after the last is_token token, [B HV K V] in float32 (float64 if an input is).
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
@@ -216,7 +216,7 @@ def gated_oja(
     impl: the form, see above.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state after the last is_token token, [B HV K V] in float32 (float64 if an input is).
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
@@ -236,7 +236,7 @@ def gated_oja(
   )
   _shapes.check_not_nan(segment_ids, g=g, beta=beta)
   dtype, precision = accumulation_dtype(q, k, v, beta, g, initial_state), product_precision(q, k, v)
-  tokens = _delta.Tokens(
+  tokens = _delta.DeltaTokens(
     *(cast(x, dtype) for x in (q, v, k, beta, None, g))
   )  # keys and values exchanged
   state = jnp.swapaxes(first_state(initial_state, sizes, dtype), -1, -2)
@@ -286,7 +286,7 @@ def dplr(
     impl: the form, see above; `"pallas"` is for K up to 256 where all of q, k, v, a and b are bfloat16, else 128.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state after the last is_token token, [B HV K V] in float32 (float64 if an input is).
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
@@ -318,7 +318,7 @@ def dplr(
     accumulation_dtype(q, k, v, a, b, g, initial_state),
     product_precision(q, k, v, a, b),
   )
-  tokens = _dplr.Tokens(*(cast(x, dtype) for x in (q, k, v, a, b, g)))
+  tokens = _dplr.DplrTokens(*(cast(x, dtype) for x in (q, k, v, a, b, g)))
   state = first_state(initial_state, sizes, dtype)
   o, state = run(
     _dplr.rule,

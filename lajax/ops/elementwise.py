@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from lajax import _shapes, pallas
 from lajax._numerics import accumulation_dtype
 from lajax.ops.run import refuse, run, use_kernels, without_padding
-from lajax.recurrence import drive
 from lajax.recurrence import linear_recurrence as _elementwise
+from lajax.recurrence.documents import blank_padding, packing
 
 
 def linear_recurrence(
@@ -37,7 +37,7 @@ def linear_recurrence(
       chunked elsewhere.
 
   Returns:
-    h [B T ..] in x.dtype, and h after the last real token, [B ..] in float32 (float64 if an input is).
+    h [B T ..] in x.dtype, and h after the last is_token token, [B ..] in float32 (float64 if an input is).
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
@@ -65,7 +65,7 @@ def linear_recurrence(
     if initial_state is None
     else initial_state.astype(dtype)
   )
-  tokens = _elementwise.Tokens(flat(x), flat(log_a))
+  tokens = _elementwise.ElementwiseTokens(flat(x), flat(log_a))
   one_head = {**sizes, "H": 1, "HV": 1}
   h, state = run(
     _elementwise.rule,
@@ -91,10 +91,10 @@ def _by_kernels(x, log_a, initial_state, segment_ids):
 @jax.jit
 def _compute_by_kernels(x, log_a, state, segment_ids):
   flat = lambda a: a.reshape(*a.shape[:2], -1)
-  shape, runs, real = x.shape, None, None
+  shape, document, is_token = x.shape, None, None
   x, log_a = flat(x), flat(log_a)
   if segment_ids is not None:
-    runs, real = drive.segments(segment_ids)
-    x, log_a = drive.blank_padding((x, log_a), real)
-  h, last = pallas.run_linear_recurrence(x, log_a, state.reshape(shape[0], -1), runs)
-  return without_padding(h, real).reshape(shape), last.reshape(state.shape)
+    document, is_token = packing(segment_ids)
+    x, log_a = blank_padding((x, log_a), is_token)
+  h, last = pallas.run_linear_recurrence(x, log_a, state.reshape(shape[0], -1), document)
+  return without_padding(h, is_token).reshape(shape), last.reshape(state.shape)

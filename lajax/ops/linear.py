@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 from lajax import _shapes, pallas
 from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision
 from lajax.ops.run import Matrix, by_kernels, cast, first_state, run, use_kernels
-from lajax.recurrence import drive
 from lajax.recurrence import linear_attention as _linear
 from lajax.recurrence import mlstm as _mlstm
+from lajax.recurrence.documents import blank_padding
 
 MLSTMState = tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]]
 
@@ -51,7 +51,7 @@ def linear_attention(
     impl: the form, see above.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state after the last real token, [B HV K V] in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state after the last is_token token, [B HV K V] in float32 (float64 if an input is).
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
@@ -82,7 +82,7 @@ def linear_attention(
   kernels_wanted = use_kernels(impl, supports, sizes)
   if bonus is not None and segment_ids is not None:
     # Before a product of two inputs, so that NaN in padding stays out of gradients.
-    q, k, v = drive.blank_padding((q, k, v), segment_ids >= 0)
+    q, k, v = blank_padding((q, k, v), segment_ids >= 0)
   if kernels_wanted:
     kernels = pallas.run_linear_attention if bonus is None else _kernels_reading_before
     inputs = (q, k, v, cast(g, jnp.float32))
@@ -90,7 +90,7 @@ def linear_attention(
       kernels, supports, inputs, initial_state, segment_ids, sizes, scale, chunk_size
     )
   else:
-    tokens = _linear.Tokens(*(cast(x, dtype) for x in (q, k, v, g)))
+    tokens = _linear.AdditiveTokens(*(cast(x, dtype) for x in (q, k, v, g)))
     state = first_state(initial_state, sizes, dtype)
     rule = _linear.rule if bonus is None else _linear.reading_before
     o, state = run(
@@ -112,19 +112,19 @@ def linear_attention(
   return o.astype(v.dtype), state
 
 
-def _kernels_reading_before(q, k, v, g, state, runs, scale: float):
+def _kernels_reading_before(q, k, v, g, state, document, scale: float):
   """o = scale S_{t-1}^T q: writes and decays stand one token later, behind all that reads before them."""
   later = lambda x: jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
   q = jnp.pad(q, [(0, 0), (0, 1), (0, 0), (0, 0)])
   written = (
-    None if runs is None else later(runs)
+    None if document is None else later(document)
   )  # the run of what has been written when a token reads; the initial state's is 0
   o, state = pallas.run_linear_attention(
     q, later(k), later(v), None if g is None else later(g), state, written, scale
   )
   o = o[:, :-1]
   if written is not None:
-    o = jnp.where((runs == written[:, :-1])[..., None, None], o, jnp.zeros((), o.dtype))
+    o = jnp.where((document == written[:, :-1])[..., None, None], o, jnp.zeros((), o.dtype))
   return o, state
 
 
@@ -160,7 +160,7 @@ def normalized_linear_attention(
     impl: the form, see above.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state (S [B HV K V], z [B HV K]) after the last real token, in float32 (float64 if an
+    o [B T HV V] in v.dtype, and the state (S [B HV K V], z [B HV K]) after the last is_token token, in float32 (float64 if an
     input is).
 
   Raises:
@@ -206,7 +206,7 @@ def normalized_linear_attention(
     )
     o = _linear.divided(o, eps)
   else:
-    tokens = _linear.Tokens(*(cast(x, dtype) for x in (q, k, v, g)))
+    tokens = _linear.AdditiveTokens(*(cast(x, dtype) for x in (q, k, v, g)))
     state = first_state(joined, sizes | {"V": sizes["V"] + 1}, dtype)
     rule = _linear.normalized(float(eps))
     o, state = run(
@@ -256,7 +256,7 @@ def mlstm(
     impl: the form, see above.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state (C, n, m) after the last real token, in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state (C, n, m) after the last is_token token, in float32 (float64 if an input is).
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
@@ -284,7 +284,7 @@ def mlstm(
     else jnp.maximum(m.astype(dtype), NEGLIGIBLE)
   )
   if segment_ids is not None:
-    k, v, i, f = drive.blank_padding((k, v, i, f), segment_ids >= 0)
+    k, v, i, f = blank_padding((k, v, i, f), segment_ids >= 0)
   top, g, write = _mlstm.stabilise(i.astype(dtype), f.astype(dtype), m, segment_ids)
   joined = None
   if C is not None and n is not None:

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from lajax import _shapes, pallas
-from lajax._numerics import alike
-from lajax.recurrence import drive, linear_recurrence
+from lajax._numerics import vary_like
+from lajax.recurrence import linear_recurrence
+from lajax.recurrence.chunks import chunked
+from lajax.recurrence.documents import blank_padding, packing
+from lajax.recurrence.tokens import associative, recurrent
 
 Matrix = Float[jax.Array, "B HV K V"]
 
@@ -55,27 +58,29 @@ def run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, sc
 
 @functools.partial(jax.jit, static_argnames=("rule", "impl", "chunk_size", "precision", "scale"))
 def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision, scale):
-  state = alike(state, tokens)
-  runs = real = None
+  state = vary_like(state, tokens)
+  document = is_token = None
   if segment_ids is not None:
-    runs, real = drive.segments(segment_ids)
-    tokens = drive.blank_padding(tokens, real)
+    document, is_token = packing(segment_ids)
+    tokens = blank_padding(tokens, is_token)
   if impl == "chunked":
-    o, state = drive.chunked(
-      rule, tokens, state, runs, scale=scale, chunk_size=chunk_size, precision=precision
+    o, state = chunked(
+      rule, tokens, state, document, scale=scale, chunk_size=chunk_size, precision=precision
     )
   else:
-    form = {"recurrent": drive.recurrent, "associative": drive.associative}[impl]
-    o, state = form(rule, tokens, state, runs)
-  return without_padding(o, real), state
+    form = {"recurrent": recurrent, "associative": associative}[impl]
+    o, state = form(rule, tokens, state, document)
+  return without_padding(o, is_token), state
 
 
-def without_padding(o: jax.Array, real: jax.Array | None) -> jax.Array:
-  """Outputs [B T ..], zeros where a token is not real."""
+def without_padding(o: jax.Array, is_token: jax.Array | None) -> jax.Array:
+  """Outputs [B T ..], zeros where a token is not is_token."""
   return (
     o
-    if real is None
-    else jnp.where(real.reshape(*real.shape, *(1,) * (o.ndim - 2)), o, jnp.zeros((), o.dtype))
+    if is_token is None
+    else jnp.where(
+      is_token.reshape(*is_token.shape, *(1,) * (o.ndim - 2)), o, jnp.zeros((), o.dtype)
+    )
   )
 
 
@@ -94,7 +99,7 @@ def by_kernels(
   scale,
   chunk_size,
 ):
-  """`impl="pallas"` of a matrix state: kernels(*tokens, state, runs, scale), tokens being q, k, v and others, gates in float32.
+  """`impl="pallas"` of a matrix state: kernels(*tokens, state, document, scale), tokens being q, k, v and others, gates in float32.
 
   `supports` says in a sentence what the kernels do not take; it is asked once the arguments are known to be right.
   """
@@ -112,12 +117,12 @@ def by_kernels(
 
 @functools.partial(jax.jit, static_argnames=("kernels", "scale"))
 def _compute_by_kernels(kernels, tokens, state, segment_ids, scale):
-  runs = real = None
+  document = is_token = None
   if segment_ids is not None:
-    runs, real = drive.segments(segment_ids)
-    tokens = drive.blank_padding(tokens, real)
-  o, state = kernels(*tokens, state, runs, scale)
-  return without_padding(o, real), state
+    document, is_token = packing(segment_ids)
+    tokens = blank_padding(tokens, is_token)
+  o, state = kernels(*tokens, state, document, scale)
+  return without_padding(o, is_token), state
 
 
 def refuse(reason: str | None) -> None:

@@ -36,7 +36,7 @@ def linear_attention_step(
   )
   dtype = accumulation_dtype(q, k, v, g, bonus, state)
   wide = _heads(sizes, dtype)
-  tokens = linear_attention.Tokens(
+  tokens = linear_attention.AdditiveTokens(
     wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(g)
   )
   if bonus is None:
@@ -94,7 +94,7 @@ def delta_rule_step(
   dtype = accumulation_dtype(q, k, v, beta, g, erase, write, state)
   wide = _heads(sizes, dtype)
   erase = beta if erase is None else erase
-  tokens = delta_rule.Tokens(
+  tokens = delta_rule.DeltaTokens(
     wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (k, v, erase, write, g))
   )
   return _step(delta_rule.rule, state.astype(dtype), tokens, v.dtype)
@@ -156,7 +156,7 @@ def gated_oja_step(
   )
   dtype = accumulation_dtype(q, k, v, beta, g, state)
   wide = _heads(sizes, dtype)
-  tokens = delta_rule.Tokens(
+  tokens = delta_rule.DeltaTokens(
     wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (v, k, beta, None, g))
   )
   turned, o = _step(delta_rule.by_rows, jnp.swapaxes(state.astype(dtype), -1, -2), tokens, v.dtype)
@@ -186,7 +186,7 @@ def dplr_step(
   )
   dtype = accumulation_dtype(q, k, v, a, b, g, state)
   wide = _heads(sizes, dtype)
-  tokens = dplr.Tokens(
+  tokens = dplr.DplrTokens(
     wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(a), wide(b), wide(g)
   )
   return _step(dplr.rule, state.astype(dtype), tokens, v.dtype)
@@ -232,7 +232,7 @@ def linear_recurrence_step(
   _shapes.check(x=(x, axes), log_a=(log_a, axes), state=(state, axes))
   dtype = accumulation_dtype(x, log_a, state)
   flat = lambda a: a.astype(dtype).reshape(1, 1, -1)
-  tokens = linear_recurrence.Tokens(flat(x), flat(log_a))
+  tokens = linear_recurrence.ElementwiseTokens(flat(x), flat(log_a))
   h, _ = _step(linear_recurrence.rule, flat(state)[..., None], tokens, x.dtype)
   h = h.reshape(state.shape)
   return h, h.astype(x.dtype)
