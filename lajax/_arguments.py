@@ -26,11 +26,11 @@ def whole_number(name: str, value, least: int = 1, most: int | None = None) -> i
 
 def finite_number(name: str, value) -> None:
   """Checks a real number that is finite in float32. A traced one is only checked for its shape and dtype."""
-  is_array = isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
-  is_number = isinstance(value, int | float | np.number) or is_array
-  real = is_number and not isinstance(value, bool) and np.isrealobj(value)
-  if real and is_array:
-    real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+  if isinstance(value, jax.Array | np.ndarray):
+    kinds = (jnp.floating, jnp.integer)
+    real = value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+  else:
+    real = isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
   limit = float(np.finfo(np.float32).max)
   if not real or not (isinstance(value, Tracer) or -limit <= value <= limit):
     raise ValueError(f"`{name}` must be a finite number; got {describe(value)}.")

@@ -73,7 +73,12 @@ def mqar_chance(*, pairs: int) -> float:
 
 
 def check_mqar(
-  *, vocab_size: int, length: int, pairs: int, filler: str = "zeros", power=0.01
+  *,
+  vocab_size: int,
+  length: int,
+  pairs: int,
+  filler: str = "zeros",
+  power: float | Float[Array, ""] = 0.01,
 ) -> None:
   """Raises a ValueError of one line if no row of these sizes exists. The arguments are those of `mqar`."""
   vocab_size = whole_number("vocab_size", vocab_size, 0, 2**31 - 1)
