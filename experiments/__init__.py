@@ -1,4 +1,4 @@
-"""Lets `python -m experiments.mqar` find the modules that `python experiments/mqar.py` finds beside itself."""
+"""Puts this folder on the path, so that `python -m experiments.mqar` finds the same modules."""
 
 import pathlib
 import sys

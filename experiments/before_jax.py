@@ -1,9 +1,10 @@
 """Prepares the process of a script: import this module before jax.
 
-1. On a machine without an NVIDIA driver, an installed CUDA plug-in stays silent. Otherwise each of its libraries reports
-   that it found no driver, and JAX prints a traceback unless JAX_PLATFORMS is set.
-2. Ctrl-C prints one line instead of a traceback, during the imports that follow too. A script says in that line what
-   becomes of its results: it adds a note to the KeyboardInterrupt.
+1. On a machine without an NVIDIA driver, an installed CUDA plug-in stays silent. Otherwise each of
+   its libraries reports that it found no driver, and JAX prints a traceback unless JAX_PLATFORMS is
+   set.
+2. Ctrl-C prints one line instead of a traceback, during the imports that follow too. A script says
+   in that line what becomes of its results: it adds a note to the KeyboardInterrupt.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Command lines of the experiments: a frozen dataclass becomes flags, every error becomes one line."""
+"""Command lines of the experiments: a frozen dataclass becomes flags, an error becomes one line."""
 
 import contextlib
 import io
@@ -12,13 +12,14 @@ import jax
 import tyro
 
 Config = TypeVar("Config")
-SIDES, RULES = "│| ", "╭╮╰╯─+-"  # the characters of the box that tyro draws around a message
+SIDES, RULES = "│| ", "╭╮╰╯─+-"  # of the box that tyro draws around a message
 
 
 def parse(default: Config, arguments: Sequence[str], prog: str) -> Config:
-  """Returns `default` with the values of the given flags; a bad flag ends the program with one line.
+  """Returns `default` with the values of the flags. A bad flag ends the program with one line.
 
-  The line is read off the box that tyro prints, since tyro's hook for errors is private and missing in older releases.
+  The line is read off the box that tyro prints, since tyro's hook for errors is private and missing
+  in older releases.
   """
   printed = io.StringIO()
   try:
@@ -42,7 +43,7 @@ def fail(prog: str, message: str) -> NoReturn:
 
 
 def check_at_least_one(config, *names: str) -> None:
-  """Raises a ValueError unless each of these values, or each number of a tuple, is None or at least 1."""
+  """Raises a ValueError unless each number under these names is None or at least 1."""
   for name in names:
     value = getattr(config, name)
     numbers = value if isinstance(value, tuple) else (value,)
@@ -67,7 +68,7 @@ def flag(name: str) -> str:
 
 
 def use_device(name: str) -> None:
-  """Makes a device JAX's default; "auto" leaves the choice to JAX. Raises a ValueError where JAX has no such device."""
+  """Makes a device JAX's default, unless "auto". Raises a ValueError if there is none."""
   if name == "auto":
     return
   try:
@@ -78,7 +79,7 @@ def use_device(name: str) -> None:
 
 
 def make_folder(path: pathlib.Path) -> None:
-  """Makes the folder of the results before any work is done. Raises a ValueError where that is impossible."""
+  """Makes the folder of the results. Raises a ValueError where that is impossible."""
   try:
     path.mkdir(parents=True, exist_ok=True)
   except OSError as error:

@@ -2,20 +2,23 @@
 
     python experiments/cost.py
 
-compares stacks of 28 layers of width 1536 with 16 heads of 96 channels. For each stack it prints the parameters, the bytes
-that are carried from token to token, and the operations per token, and draws bytes and operations against the context,
-from a thousand to ten million tokens. Nothing is allocated: bytes are read off the real states, operations off the traced
-programs. It takes about ten seconds.
+compares stacks of 28 layers of width 1536 with 16 heads of 96 channels. For each stack it prints
+the parameters, the bytes that are carried from token to token, and the operations per token, and
+draws bytes and operations against the context, from a thousand to ten million tokens. Nothing is
+allocated: bytes are read off the real states, operations off the traced programs. It takes about
+ten seconds.
 
-The stack "sophia" is the hybrid [KDA, KDA, KDA, MLA] x 7: three layers of Kimi Delta Attention, then one of multi-head
-latent attention, the pattern of Kimi Linear (arXiv:2510.26692) at this width.
+The stack "sophia" is the hybrid [KDA, KDA, KDA, MLA] x 7: three layers of Kimi Delta Attention,
+then one of multi-head latent attention, the pattern of Kimi Linear (arXiv:2510.26692) at this
+width.
 
-Expected: the 21 x 16 = 336 state matrices of sophia's KDA layers are 3,096,576 numbers, whatever the context. lajax keeps
-them in float32, 12.4 MB; in bfloat16 they would be 6.19 MB. 28 layers of softmax attention carry 704.6 MB at 4,096 tokens,
-7 of them a quarter of that. The last lines say whether this came out.
+Expected: the 21 x 16 = 336 state matrices of sophia's KDA layers are 3,096,576 numbers, whatever
+  the context. lajax keeps
+them in float32, 12.4 MB; in bfloat16 they would be 6.19 MB. 28 layers of softmax attention carry
+704.6 MB at 4,096 tokens, 7 of them a quarter of that. The last lines say whether this came out.
 
-Results go to `runs/cost/results.jsonl`, one line per model and length, written anew each time, with `memory.png` and
-`operations.png`. `--help` lists the flags.
+Results go to `runs/cost/results.jsonl`, one line per model and length, written anew each time, with
+`memory.png` and `operations.png`. `--help` lists the flags.
 """
 
 import dataclasses
@@ -155,7 +158,7 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def stack(config: Config, name: str) -> list[nnx.Module]:
-  """Makes the layers of a model without values of parameters. Equal layers are one object, so `cost` traces them once."""
+  """Makes the layers without values of parameters. Equal layers are one object: traced once."""
   dtype = jnp.dtype(config.dtype)
   make = lambda layer: nnx.eval_shape(
     lambda: layer(config)(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))

@@ -2,16 +2,17 @@
 
     python experiments/mqar.py
 
-trains softmax attention, linear attention (elu+1), GLA, Mamba-2, DeltaNet, Gated DeltaNet and KDA on multi-query associative
-recall (64 tokens, 64 positions, 8 pairs), with three seeds each and fresh rows in every step. Then it prints a table and
-draws two figures. This takes about four minutes on two cores; `--mixers all` trains all mixers, with one seed each.
-Expected: softmax attention, DeltaNet, Gated DeltaNet and KDA answer at least 99 % of the queries, elu+1 linear attention
-fewer than 85 %. The last lines say whether that came out.
+trains softmax attention, linear attention (elu+1), GLA, Mamba-2, DeltaNet, Gated DeltaNet and KDA
+on multi-query associative recall (64 tokens, 64 positions, 8 pairs), with three seeds each and
+fresh rows in every step. Then it prints a table and draws two figures. This takes about four
+minutes on two cores; `--mixers all` trains all mixers, with one seed each. Expected: softmax
+attention, DeltaNet, Gated DeltaNet and KDA answer at least 99 % of the queries, elu+1 linear
+attention fewer than 85 %. The last lines say whether that came out.
 
-Results go to `runs/mqar/results.jsonl`, one line per run with its whole configuration. A run whose line exists is not
-trained again, so the command can be stopped with Ctrl-C and started again at any time. `--help` lists the flags;
-`--preset` sets those of a published experiment, and other flags override it. The table and the figures are made from the
-lines alone.
+Results go to `runs/mqar/results.jsonl`, one line per run with its whole configuration. A run whose
+line exists is not trained again, so the command can be stopped with Ctrl-C and started again at any
+time. `--help` lists the flags; `--preset` sets those of a published experiment, and other flags
+override it. The table and the figures are made from the lines alone.
 """
 
 import itertools

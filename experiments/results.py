@@ -1,4 +1,4 @@
-"""Files of results: one JSON object per line and run, with its whole configuration; figures that are whole or absent."""
+"""Files of results: one JSON object per run, with its whole configuration; figures."""
 
 import importlib.metadata
 import json
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def read(path: pathlib.Path) -> list[dict]:
-  """Returns the JSON objects of a file, in order. Skips other lines, such as one whose writing was interrupted."""
+  """Returns the JSON objects of a file, in order. Skips other lines, such as interrupted ones."""
   if not path.exists():
     return []
   lines = []
@@ -59,7 +59,7 @@ def save(figure, path: pathlib.Path) -> None:
 
 
 def replace(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> None:
-  """Lets `make` write a file beside `path`, then renames it: `path` holds the old or the new contents, never half."""
+  """Lets `make` write a file, then renames it to `path`, which never holds half of it."""
   path.parent.mkdir(parents=True, exist_ok=True)
   new = path.with_name(f".{path.name}.{os.getpid()}")
   try:

@@ -1,4 +1,4 @@
-"""Checks of single arguments: numbers, random keys, arrays that must be given. Each raises a ValueError with one line."""
+"""Checks of arguments: numbers, random keys, required arrays. Each raises a ValueError."""
 
 import operator
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def whole_number(name: str, value, least: int = 1, most: int | None = None) -> i
 
 
 def finite_number(name: str, value) -> None:
-  """Checks a real number that is finite in float32. A traced one is only checked for its shape and dtype."""
+  """Checks a real number that is finite in float32; of a traced one only shape and dtype."""
   if isinstance(value, jax.Array | np.ndarray):
     kinds = (jnp.floating, jnp.integer)
     real = value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
@@ -48,7 +48,7 @@ def random_key(name: str, key) -> None:
 
 
 def arrays(sizes: Mapping[str, int] | None = None, /, **given) -> dict[str, int]:
-  """Checks arrays as `_shapes.check` does, and also that none is None. The kind may be "bool" too."""
+  """Checks arrays as `_shapes.check` does, but refuses None and knows the kind "bool" too."""
   stand_ins = {}
   for name, (x, letters, kind) in given.items():
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):

@@ -11,7 +11,7 @@ SUMS = ("reduce_sum", "cumsum")
 
 
 def operations(program: Jaxpr) -> int:
-  """Counts multiplications and additions of floats: 2 M K N for a product of matrices [M K] and [K N].
+  """Counts multiplications and additions of floats: 2 M K N for a product of [M K] and [K N].
 
   The body of a loop counts as often as it runs, a branch as much as its dearest side.
   """

@@ -1,7 +1,8 @@
 """Costs of layers: parameters, bytes carried from token to token, operations per token.
 
-Bytes are read off the real state, operations off the real program. Both are only traced, so a context of ten million tokens
-costs no memory. Layers may be traced too: `nnx.eval_shape(lambda: L.MLA(2048, rngs=nnx.Rngs(0)))`.
+Bytes are read off the real state, operations off the real program. Both are only traced, so a
+context of ten million tokens costs no memory. Layers may be traced too: `nnx.eval_shape(lambda:
+L.MLA(2048, rngs=nnx.Rngs(0)))`.
 """
 
 import dataclasses
@@ -83,7 +84,8 @@ def cost(
       bytes = state + conv + cache(length) ;  operations per token: decode(length), prefill(length)
 
   Args:
-    layers: a layer, or a sequence of layers. A layer that occurs n times counts n times, and is traced once.
+    layers: a layer, or a sequence of layers. A layer that occurs n times counts n times, and is
+      traced once.
     length: T, tokens of context, at least 1. Caches are made for T tokens.
     batch: B, the number of rows of the state, at least 1. Operations are those of one row.
     prefill: also count the operations of a first call; if False, `prefill` of the result is 0.
@@ -92,8 +94,8 @@ def cost(
     A `Cost`: numbers, bytes and operations.
 
   Raises:
-    ValueError: `length` or `batch` is not a whole number of at least 1, or `layers` is not a layer or a sequence of at
-      least one.
+    ValueError: `length` or `batch` is not a whole number of at least 1, or `layers` is not a layer
+      or a sequence of at least one.
   """
   length, batch = whole_number("length", length), whole_number("batch", batch)
   if not isinstance(prefill, bool):
@@ -127,7 +129,7 @@ def parameters(layer: nnx.Module) -> int:
 
 
 def memory(layer: nnx.Module, length: int, *, batch: int = 1) -> Cost:
-  """Returns the sizes of the parts of `init_state(batch)`, with a cache for `length` tokens if the layer has one.
+  """Returns the sizes of the parts of `init_state(batch)`; a cache is made for `length` tokens.
 
   The two counters per row of a state are left out.
   """
@@ -144,7 +146,7 @@ def keeps_tokens(layer: nnx.Module) -> bool:
 
 
 def score_numbers(num_heads: int, length: int) -> int:
-  """Returns the number of scores of softmax attention over n tokens, H n^2, if the matrix were stored."""
+  """Returns the number of scores of softmax attention over n tokens, H n^2, if it stored them."""
   return whole_number("num_heads", num_heads) * whole_number("length", length) ** 2
 
 
@@ -161,9 +163,9 @@ def decode_operations(layer: nnx.Module, length: int) -> int:
 def prefill_operations(layer: nnx.Module, length: int) -> float:
   """Returns the operations per token of a first call of `length` tokens.
 
-  The work of a call of T tokens is a polynomial in T, computed from programs of 1,024, 2,048 (and 3,072) tokens: a T for a
-  recurrence, a T + b T^2 for attention. A causal program skips the blocks of scores that no token reads, so the term in b
-  counts each token as often as it reads keys.
+  The work of a call of T tokens is a polynomial in T, computed from programs of 1,024, 2,048 (and
+  3,072) tokens: a T for a recurrence, a T + b T^2 for attention. A causal program skips the blocks
+  of scores that no token reads, so the term in b counts each token as often as it reads keys.
   """
   _check_layer(layer)
   length = whole_number("length", length)
@@ -179,7 +181,7 @@ def prefill_operations(layer: nnx.Module, length: int) -> float:
 
 
 def keys_read(length: int, window: int | None = None) -> float:
-  """Returns the mean number of keys that a token reads: itself, and the earlier ones inside the window."""
+  """Returns the mean number of keys that a token reads: its own, and earlier ones in the window."""
   length = whole_number("length", length)
   seen = length if window is None else min(length, whole_number("window", window))
   return seen - seen * (seen - 1) / (2 * length)

@@ -1,1 +1,1 @@
-"""Parts of `mqar.py`: the mixers, the published presets, the plan of runs, their training, tables and figures."""
+"""Parts of `mqar.py`: mixers, published presets, plan of runs, training, tables and figures."""

@@ -29,13 +29,13 @@ class Config:
   mixers: tuple[str, ...] = DEFAULT_MIXERS
   """Names of mixers, or all."""
   vocab_size: int = 64
-  """Size of the vocabulary: token 0 is blank, the lower half are keys, the upper half are values."""
+  """Size of the vocabulary: 0 is blank, the lower half are keys, the upper half are values."""
   length: tuple[int, ...] = (64,)
-  """Tokens per row. The n-th length goes with the n-th of pairs, batch and steps; a single value serves all."""
+  """Tokens per row. The n-th goes with the n-th of pairs, batch and steps; one alone serves all."""
   pairs: tuple[int, ...] = (8,)
   """Key-value pairs per row, and so many queries."""
   mixture: bool = False
-  """Train one model on all lengths and pairs, one of them drawn for every step, instead of one model for each."""
+  """Train one model on all lengths and pairs, drawn for every step, instead of a model for each."""
   shares: tuple[float, ...] = (1.0,)
   """Relative frequency of each length in a mixture."""
   test_length: tuple[int, ...] = ()
@@ -53,17 +53,17 @@ class Config:
   key_width: int | None = 16
   """Channels of keys and queries per head; None: d_model / num_heads."""
   value_width: int | None = None
-  """Channels of values per head (softmax attention always has as many as its keys); None: d_model / num_heads."""
+  """Channels of values per head, except in softmax attention; None: d_model / num_heads."""
   output_gate: bool = False
-  """Keep the output gate of the layers that have one. The comparison is then of more than the recurrence."""
+  """Keep the output gates of layers that have one: more than the recurrence is then compared."""
   batch: tuple[int, ...] = (64,)
   """Rows per step."""
   steps: tuple[int, ...] = (600,)
   """Largest number of training steps."""
   learning_rates: tuple[float, ...] = (1e-2,)
-  """Peak learning rates. With several, the table shows the best rate of each mixer, and a second table all of them."""
+  """Peak learning rates. With several, the table shows the best of each mixer, a second one all."""
   schedule: Literal["onecycle", "cosine"] = "onecycle"
-  """Warm up over a tenth of the steps and then follow a cosine to zero, or follow a cosine from the start."""
+  """Follow a cosine to zero, with (onecycle) or without a warm-up over a tenth of the steps."""
   weight_decay: float = 0.0
   """Weight decay of AdamW."""
   clip: float | None = 1.0
@@ -90,7 +90,7 @@ class Config:
 
 
 def parse(arguments: Sequence[str]) -> Config:
-  """Returns the values of a preset, overridden by the other flags. A bad flag ends the program with one line."""
+  """Returns a preset's values, overridden by the flags. A bad flag ends the program."""
   presets = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
   presets.add_argument("--preset", nargs="?")
   name = presets.parse_known_args(arguments)[0].preset
@@ -106,13 +106,13 @@ def preset_config(name: str) -> Config:
 
 
 def is_plain(config: Config) -> bool:
-  """Returns whether these are the preset's settings, whatever the mixers, seeds, folder and device."""
+  """Returns whether only the mixers, seeds, folder and device differ from the preset."""
   free = dict(mixers=config.mixers, seeds=config.seeds, out=config.out, device=config.device)
   return config == dataclasses.replace(preset_config(config.preset), **free)
 
 
 def plan(config: Config) -> list[Run]:
-  """Returns the runs of a configuration; runs that share a compilation are neighbours. Raises a ValueError."""
+  """Returns the runs of a configuration, those that share a compilation side by side."""
   check(config)
   runs = list(all_runs(config))
   for length, pairs in {rows for run in runs for rows in (*run.train_rows, *run.test_rows)}:
@@ -186,7 +186,7 @@ SAME += ("eval_every", "eval_rows", "stop_at", "stop_checks")
 
 
 def trainings(config: Config) -> list[tuple[tuple, tuple[float, ...], int, int]]:
-  """Returns (rows, shares, batch, steps) of each training: one for each kind of rows, or one of a mixture."""
+  """Returns (rows, shares, batch, steps) for each kind of rows, or once for a mixture."""
   names = ("length", "pairs", "batch", "steps")
   values = side_by_side(**{name: getattr(config, name) for name in names})
   rows = tuple((length, pairs) for length, pairs, _, _ in values)

@@ -1,7 +1,7 @@
 """The mixers of the recall experiments: a row of `MIXERS` appears in every flag, table and figure.
 
-All recurrent mixers have the same short convolution on queries, keys and values, so that only the recurrences differ.
-The flag `--output-gate` keeps the output gates of the layers that have one.
+All recurrent mixers have the same short convolution on queries, keys and values, so that only the
+recurrences differ. The flag `--output-gate` keeps the output gates of the layers that have one.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def matrix_state(layer: Callable, *, has_output_gate: bool = False, **options) -
 
 
 def token_shift(layer: Callable) -> Make:
-  """Serves a layer that mixes each token with the previous one, instead of a convolution. Its gate always stays."""
+  """Serves a layer that mixes each token with the previous one. Its gate always stays."""
 
   def make(s: Sizes) -> Callable:
     widths = dict(head_dim=s.key_width, expand_v=s.value_width / s.key_width)

@@ -1,8 +1,9 @@
 """Published settings of multi-query associative recall, and the accuracies published for them.
 
-`unstated` of a preset says which settings are ours because the paper does not state them. All presets differ from the
-papers in three ways: the model is this repository's (a short gated convolution and one mixer), rows are drawn fresh
-instead of from a pool of 100,000, and there is no dropout.
+`unstated` of a preset says which settings are ours because the paper does not state them. All
+presets differ from the papers in three ways: the model is this repository's (a short gated
+convolution and one mixer), rows are drawn fresh instead of from a pool of 100,000, and there is no
+dropout.
 """
 
 import dataclasses

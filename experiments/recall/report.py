@@ -41,7 +41,7 @@ def print_report(lines: list[dict], preset: Preset, console: Console, *, check_o
 
 
 def order(lines: list[dict], preset: Preset) -> list[tuple[str, bool, str]]:
-  """Returns, for each mixer with an expectation, its name, whether the expectation held, and the figures."""
+  """Returns (mixer, whether its expectation held, figures) for each mixer that has one."""
   found = {
     mixer: mean(best_rate(cell), "accuracy") for (mixer,), cell in group(lines, "mixer").items()
   }
@@ -99,9 +99,9 @@ def rows_label(rows: Sequence) -> str:
 
 
 def main_table(lines: list[dict], published: dict[tuple, str]) -> Table:
-  """Makes one row per mixer, model width and kind of rows: its best learning rate, mean ± deviation over the seeds."""
+  """Makes a table: one row per mixer, model width and kind of rows, at its best learning rate."""
   table = Table(
-    title="Multi-query associative recall (mean ± standard deviation over seeds, on rows never seen)"
+    title="Multi-query associative recall (mean ± standard deviation over seeds, on fresh rows)"
   )
   several_sizes = len(group(lines, "d_model", "train_rows")) > 1
   columns = [
@@ -148,7 +148,7 @@ def main_table(lines: list[dict], published: dict[tuple, str]) -> Table:
 
 
 def rate_table(lines: list[dict]) -> Table | None:
-  """Makes a table of the accuracy at every learning rate, the best marked; None where there was only one rate."""
+  """Makes a table of the accuracy at every learning rate; None if there is only one."""
   rates = sorted({line["learning_rate"] for line in lines})
   if len(rates) < 2:
     return None
@@ -174,7 +174,7 @@ def rate_table(lines: list[dict]) -> Table | None:
 
 
 def test_rows_table(lines: list[dict]) -> Table | None:
-  """Makes a table of the accuracy on every kind of held-out rows; None where there is only one kind."""
+  """Makes a table of the accuracy on every kind of held-out rows; None if there is only one."""
   names = list(dict.fromkeys(name for line in lines for name in line["accuracy_by_rows"]))
   if all(len(line["accuracy_by_rows"]) < 2 for line in lines):
     return None
@@ -209,7 +209,7 @@ def styles(lines: list[dict]) -> dict[str, dict]:
 
 
 def accuracy_over_steps(lines: list[dict], path: pathlib.Path) -> None:
-  """Draws one panel per kind of rows and model width: mean over the seeds, and a band from lowest to highest."""
+  """Draws one panel per kind of rows and model width: mean over the seeds, band of all seeds."""
   panels, style = group(lines, "train_rows", "d_model"), styles(lines)
   figure, axes = _panels(len(panels), "Multi-query associative recall: accuracy during training")
   for axis, ((rows, d_model), panel) in zip(axes, panels.items(), strict=True):
@@ -272,7 +272,7 @@ def accuracy_against_state(lines: list[dict], path: pathlib.Path, preset: Preset
 
 
 def _ticks_in_bytes(axis, sizes: Sequence[float]) -> None:
-  """Labels at most about six powers of two on a logarithmic axis, which then spans at least a factor of four."""
+  """Labels a few powers of two on a logarithmic axis, far enough apart not to touch."""
   low, high = min(sizes) / 2, max(sizes) * 2
   axis.set_xlim(low, high)
   powers = [2**n for n in range(60) if low <= 2**n <= high]

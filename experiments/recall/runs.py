@@ -12,7 +12,7 @@ NUMBERS += ("rows_per_cpu_second", "compile_seconds", "parameters", "state_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """Everything that decides the result of one training run. The line of results holds all of it, and is found by it."""
+  """Everything that decides the result of a training run. Its line of results is found by it."""
 
   mixer: str
   seed: int
@@ -41,7 +41,7 @@ class Run:
 
   @property
   def program(self) -> "Run":
-    """The run without its seed and learning rate: runs with equal `program` share one compilation."""
+    """Run without seed and learning rate: runs with equal `program` share one compilation."""
     return dataclasses.replace(self, seed=0, learning_rate=0.0)
 
   @property
@@ -61,7 +61,7 @@ def line_of(run: Run, metrics: dict) -> dict:
 
 
 def of_runs(lines: Iterable[dict], runs: Iterable[Run]) -> list[dict]:
-  """Returns the results of these runs, in the order of the runs; the latest line where a run has several."""
+  """Returns the results of these runs in their order; the latest line where a run has several."""
   by_config = {_key(line["config"]): line for line in lines if is_result(line)}
   return [by_config[key] for run in runs if (key := _key(run.as_json())) in by_config]
 

@@ -1,4 +1,4 @@
-"""Trains a recall model: one compilation for all seeds and learning rates of a mixer, fresh rows in every step."""
+"""Trains a recall model: one compilation for all seeds and learning rates of a mixer."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ def build(run: Run, rngs: nnx.Rngs) -> RecallModel:
 
 
 def measure(run: Run) -> dict[str, int]:
-  """Returns the number of parameters, and the bytes of the decode state of one row: all its arrays, caches included."""
+  """Returns the number of parameters, and the bytes of the decode state of one row with caches."""
 
   def shapes():
     model = build(run, nnx.Rngs(0))
@@ -52,7 +52,7 @@ def schedule(run: Run) -> optax.Schedule:
 
 
 class Program:
-  """Compiled training steps and scores of a model; `train` runs them for one seed and learning rate."""
+  """Compiled steps and scores of a model; `train` runs them for one seed and learning rate."""
 
   def __init__(self, run: Run):
     started = time.perf_counter()
@@ -141,7 +141,7 @@ class Program:
   def train(
     self, seed: int, learning_rate: float, on_progress: Callable[[int, float, float], None]
   ) -> dict:
-    """Trains until the steps are taken or the held-out rows are answered. Returns the metrics of a line of results."""
+    """Trains until the steps are taken or the held-out rows are answered. Returns the metrics."""
     run, carry = self.run, self._init(jax.random.key(seed))
     key = jax.random.fold_in(jax.random.key(seed), 1)
     curve, wall, cpu, taken = [], 0.0, 0.0, 0

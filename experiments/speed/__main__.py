@@ -1,4 +1,4 @@
-"""Lets `python -m speed` and `python -m experiments.speed` do the same as `python experiments/speed.py`."""
+"""Makes `python -m experiments.speed` do the same as `python experiments/speed.py`."""
 
 import before_jax  # isort: skip  # noqa: F401  # before jax
 from speed.run import main

@@ -1,8 +1,8 @@
-"""Baselines of `speed.py`: the plainest code of each op, and other libraries where they are installed.
+"""Baselines of `speed.py`: the plainest code of each op, and other libraries if installed.
 
-Every baseline takes an op's inputs by name, in the layout of lajax, and returns (outputs, state). Baselines of PyTorch
-take and return tensors. The plain code is a first attempt: einsums, float32 states, gradients by automatic
-differentiation, nothing recomputed.
+Every baseline takes an op's inputs by name, in the layout of lajax, and returns (outputs, state).
+Baselines of PyTorch take and return tensors. The plain code is a first attempt: einsums, float32
+states, gradients by automatic differentiation, nothing recomputed.
 """
 
 import functools
@@ -251,7 +251,7 @@ def _over_state(g, S):
 
 
 def _over_columns(g):
-  """Broadcasts [B T H] or [B T H K] over transitions [B T H K K]: the decay comes first, so it scales columns."""
+  """Broadcasts [B T H] or [B T H K] over transitions [B T H K K]. Decays come first: by column."""
   return g[..., None, None] if g.ndim == 3 else g[..., None, :]
 
 
@@ -259,7 +259,7 @@ def _over_columns(g):
 
 
 def installed(platform: str = "cpu") -> tuple[dict[str, dict[str, Baseline]], str]:
-  """Returns baselines of other libraries by op and name, and a sentence about those that cannot be imported."""
+  """Returns baselines of other libraries by op and name, and a sentence about missing ones."""
   found: dict[str, dict[str, Baseline]] = {}
   missing = []
   fla = functools.partial(_fla, platform)
@@ -332,7 +332,7 @@ def _with_state(f: Callable) -> Callable:
 
 
 class TorchTimer:
-  """A baseline of PyTorch on the same inputs. `forward` and `both` run it `times` times, and wait for the end."""
+  """A baseline of PyTorch. `forward` and `both` run it `times` times, and wait for the end."""
 
   def __init__(self, call: Callable, inputs: dict[str, jax.Array], platform: str):
     self.torch: Any = importlib.import_module("torch")

@@ -1,4 +1,4 @@
-"""The ops that `speed.py` times, and inputs of usual magnitude: decays near 1, unit keys where an op needs them."""
+"""The ops that `speed.py` times, and their inputs: decays near 1, unit keys where needed."""
 
 import dataclasses
 import functools

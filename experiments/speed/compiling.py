@@ -1,7 +1,8 @@
 """Compile times of layers: how long a researcher waits for the first training step.
 
-Each figure is the time from the first call of `jit(grad)` of a layer's loss to the end of that call: tracing, lowering,
-compilation, and one step, which takes milliseconds. JAX's compilation cache is not used.
+Each figure is the time from the first call of `jit(grad)` of a layer's loss to the end of that
+call: tracing, lowering, compilation, and one step, which takes milliseconds. JAX's compilation
+cache is not used.
 """
 
 import dataclasses

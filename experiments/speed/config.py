@@ -18,7 +18,7 @@ IMPLS = ("recurrent", "associative", "chunked", "auto", "pallas")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Times every operation of lajax in every implementation, beside baselines, and the compilation of layers."""
+  """Times every operation in every implementation, beside baselines, and compiling layers."""
 
   ops: tuple[str, ...] = tuple(CORE)
   """Names of ops; all: also those that are not timed by default."""
@@ -35,7 +35,7 @@ class Config:
   width: int = 64
   """Channels of queries and keys per head."""
   value_width: int | None = None
-  """Channels of values per head; None: as many as keys (jax.nn.dot_product_attention has no other choice)."""
+  """Channels of values per head; None: as many as keys."""
   dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
   """Dtype of the inputs."""
   repeats: int = 5
@@ -51,7 +51,7 @@ class Config:
   lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
   """Numbers of tokens for --scaling."""
   keep_memory: Literal["scaling", "always", "never"] = "scaling"
-  """When the process keeps the memory that it frees, on a CPU; scaling: only in --scaling, in a process of its own."""
+  """When freed memory stays in the process, on a CPU; scaling: only in --scaling."""
   positions: tuple[int, ...] = (100, 100_000)
   """Positions at which the decoding of one token is timed."""
   out: pathlib.Path | None = None
@@ -90,7 +90,7 @@ def check(config: Config) -> None:
 
 
 def prepare(config: Config) -> None:
-  """Sets JAX's default device, and 64-bit mode for float64. Must run before the first computation."""
+  """Sets JAX's default device and 64-bit mode. Must run before the first computation."""
   if config.dtype == "float64":
     jax.config.update("jax_enable_x64", True)
   cli.use_device(config.device)
@@ -105,7 +105,7 @@ def platform() -> str:
 
 
 def describe_device() -> str:
-  """Returns the kind of the device; for a CPU, the processor's name and the number of cores of this process."""
+  """Returns the kind of the device; for a CPU, its name and the number of usable cores."""
   if platform() != "cpu":
     return device().device_kind
   info = pathlib.Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""Tables of `speed.py`: implementations and baselines with notes, decoding, scaling, compile times of layers."""
+"""Tables of `speed.py`: ops with notes, decoding, scaling, compile times of layers."""
 
 import itertools
 import statistics
@@ -47,18 +47,20 @@ def ops_table(config: Config, rows: Sequence[Row]) -> Table:
 
 
 def notes(config: Config, rows: Sequence[Row]) -> list[str]:
-  """Returns explanations of the table: the ops, the columns, rows that were not timed, losses that differ."""
+  """Returns sentences on the table: ops, columns, rows without times, losses that differ."""
   found = [f"{name}: {OPS[name].meaning}." for name in config.ops if OPS[name].meaning]
   found = [" ".join(found)] if found else []
   found.append(
-    "fwd+bwd: forward+backward of the loss sum(o o) + sum(state state) with the gradients of all inputs; compile and temp "
-    "are its compile time and temporary memory. ratio: the time of the naive token scan (for attention, of the "
-    "quadratic softmax) at as many tokens, divided by the row's: larger is faster."
+    "fwd+bwd: forward+backward of the loss sum(o o) + sum(state state) with the gradients of all "
+    "inputs; compile and temp are its compile time and temporary memory. ratio: the time of the "
+    "naive token scan (for attention, of the quadratic softmax) at as many tokens, divided by the "
+    "row's: larger is faster."
   )
   if any(row.both and row.length != config.length for row in rows):
     found.append(
-      f"Rows of fewer than {config.length} tokens: associative scans keep a transition for every token, and are timed "
-      f"where these fit in {TRANSITIONS_MIB} MiB; recurrent attention reads all keys for each query."
+      f"Rows of fewer than {config.length} tokens: associative scans keep a transition for every "
+      f"token, and are timed where these fit in {TRANSITIONS_MIB} MiB; recurrent attention reads "
+      "all keys for each query."
     )
   for why, group in itertools.groupby(
     sorted(rows, key=lambda row: row.why_not), key=lambda row: row.why_not
@@ -76,7 +78,8 @@ def notes(config: Config, rows: Sequence[Row]) -> list[str]:
     ]
     if odd:
       found.append(
-        f"{op} at {T} tokens: these losses differ from {next(iter(losses))}'s {first:.6g}: {', '.join(odd)}"
+        f"{op} at {T} tokens: these losses differ from {next(iter(losses))}'s {first:.6g}: "
+        f"{', '.join(odd)}"
       )
   return found
 

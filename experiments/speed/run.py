@@ -84,7 +84,7 @@ def time_ops(config: Config, console: Console, kept: bool) -> list[dict]:
 
 
 def scaling_apart(config: Config) -> tuple[list[dict], bool]:
-  """Runs `scaling` in a process of its own, which keeps freed memory if it can. Returns the lines, and whether it did."""
+  """Runs `scaling` in a process that keeps freed memory. Returns the lines, and whether it did."""
   context = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(
     1,

@@ -1,4 +1,4 @@
-"""Timing of ops: the rows of the table, compiled programs and their memory, rounds, decoding, scaling."""
+"""Timing of ops: rows of the table, compiled programs, rounds, decoding, scaling."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from speed.baselines import ASSOCIATIVE_SCAN, PLAIN, QUADRATIC, TOKEN_SCAN, Base
 from speed.cases import OPS
 from speed.config import IMPLS, Config, platform
 
-# What keeps a transition for every token is timed at so many tokens that the transitions fit in this.
+# Programs that keep a transition per token are timed at fewer tokens, so that these fit in this.
 TRANSITIONS_MIB = 64
 # Seconds. Scaling tries no longer sequence once one run of an op takes more than a quarter of this.
 PATIENCE = 6.0
@@ -29,7 +29,7 @@ POOL = 64  # different tokens that a decoded sequence is made of
 
 @dataclasses.dataclass
 class Row:
-  """An op in one implementation, or a baseline, at one number of tokens. Figures are None where it cannot run."""
+  """An op in one implementation, or a baseline. Figures are None where it cannot run."""
 
   op: str
   name: str
@@ -57,7 +57,7 @@ def milliseconds(seconds: list[float] | None) -> float | None:
 
 
 def plan(config: Config, others: dict[str, dict[str, Baseline]]) -> list[Row]:
-  """Returns the rows of each op: its implementations, its baselines, and those that are timed at fewer tokens."""
+  """Returns the rows of each op: implementations, baselines, and those at fewer tokens."""
   rows = []
   for op in config.ops:
     baselines = {} if config.no_baselines else PLAIN[op] | others.get(op, {})
@@ -89,12 +89,12 @@ def reference_of(op: str) -> str:
 
 
 def needs_short(op: str, name: str) -> bool:
-  """Returns whether a row is timed at fewer tokens: it keeps a transition per token, or is attention by tokens."""
+  """Returns whether a row is timed at fewer tokens, since it needs much memory or time."""
   return name in ("associative", ASSOCIATIVE_SCAN) or (op, name) == ("attention", "recurrent")
 
 
 def short_length(config: Config, op: str) -> int:
-  """Halves the number of tokens until the transitions of an associative scan fit; attention gets a quarter."""
+  """Halves the tokens until the transitions of an associative scan fit; a quarter for attention."""
   T = config.length
   if op == "attention":
     return max(1, T // 4)
@@ -115,9 +115,10 @@ def loss_of(result) -> jax.Array:
 
 
 class JaxProgram:
-  """A function of an op's inputs, compiled twice: the forward pass, and the loss with all gradients.
+  """A function of an op's inputs, compiled as forward pass and as loss with all gradients.
 
-  `twin` is the program among `same_as` with the same text, if there is one. It is then not compiled again.
+  `twin` is the program among `same_as` with the same text, if there is one. It is then not compiled
+  again.
   """
 
   def __init__(
@@ -154,7 +155,7 @@ class JaxProgram:
 
 
 def measure(config: Config, rows: Sequence[Row], console: Console) -> list[Row]:
-  """Compiles the programs of every row, runs each once, then in rounds. Fills the figures of the rows."""
+  """Compiles the programs of every row, runs each once, then in rounds. Fills the figures."""
   timed: dict[int, Any] = {}  # by the row's place
   twins: list[tuple[Row, Row]] = []
   with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -227,8 +228,10 @@ BURST = 0.05  # seconds of runs in succession on a GPU
 def seconds_of(run: Callable[[int], Any], on_gpu: bool) -> float:
   """Returns the wall time of one run.
 
-  A short run is repeated at once, and the second time counts: it finds its memory as a training loop does. On a GPU the
-  time is the mean over as many runs in succession as take BURST, so that starting one run hides behind another.
+  A short run is repeated at once, and the second time counts: it finds its memory as a training
+    loop does. On a GPU the
+  time is the mean over as many runs in succession as take BURST, so that starting one run hides
+  behind another.
   """
   taken = _timed(run, 1)
   if taken < SHORT:
@@ -255,7 +258,7 @@ def ratio(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def decode(config: Config) -> list[dict]:
-  """Times one `lajax.recurrence.*_step` for each op and position, starting from the state at that position."""
+  """Times one `lajax.recurrence.*_step` for each op, from the state at each position."""
   lines = []
   for name in config.ops:
     op = OPS[name]

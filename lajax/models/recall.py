@@ -1,4 +1,4 @@
-"""The model of the recall benchmarks: a short gated convolution and one mixer, so that only the mixer can remember far."""
+"""Model of the recall benchmarks: a short gated convolution and a mixer, which alone remembers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,8 @@ class GatedShortConv(nnx.Module):
   Raises:
     ValueError: a size is not a whole number of at least 1, or `rngs` is not `nnx.Rngs`.
 
-  Paper: S. Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Models", 2023, arXiv:2312.04927,
+  Paper: S. Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Models",
+    2023, arXiv:2312.04927,
   section 5 (BaseConv, here with its short filter).
   """
 
@@ -44,7 +45,7 @@ class GatedShortConv(nnx.Module):
     *,
     segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T D"], LayerState]:
-    """Convolves and gates x, continuing from a state. Returns the outputs and the state after the last token."""
+    """Convolves and gates x, continuing from a state. Returns outputs and the state after them."""
     arrays({"D": self.d_model}, x=(x, "B T D", "float"))
     y, state = self.conv(x, state, segment_ids=segment_ids)
     return y * self.gate(x), state
@@ -62,13 +63,14 @@ class RecallModel(nnx.Module):
   Args:
     vocab_size: number of tokens, and of logits.
     d_model: D.
-    layers: makers of layers, each called with `rngs`, such as `[partial(GatedShortConv, 64), partial(DeltaNet, 64)]`. A
-      layer is `layer(x, state=None, *, segment_ids=None) -> (y, state)` with `init_state(batch)`.
+    layers: makers of layers, each called with `rngs`, such as `[partial(GatedShortConv, 64),
+      partial(DeltaNet, 64)]`. A layer is `layer(x, state=None, *, segment_ids=None) -> (y, state)`
+      with `init_state(batch)`.
     rngs: random streams of the parameters.
 
   Raises:
-    ValueError: a size is not a whole number of at least 1, `layers` is not a sequence of callables, or `rngs` is not
-      `nnx.Rngs`.
+    ValueError: a size is not a whole number of at least 1, `layers` is not a sequence of callables,
+      or `rngs` is not `nnx.Rngs`.
   """
 
   def __init__(
@@ -128,7 +130,7 @@ class RecallModel(nnx.Module):
   def answers(
     self, tokens: Int[Array, "B T"], positions: Int[Array, "B P"]
   ) -> Float[Array, "B P vocab_size"]:
-    """Returns the logits at P positions of each row. The head, the widest product of a small model, runs only there."""
+    """Returns the logits at P positions of each row. The head runs only there."""
     arrays(tokens=(tokens, "B T", "int"), positions=(positions, "B P", "int"))
     x, _ = self.hidden(tokens)
     return self.head(jnp.take_along_axis(x, positions[:, :, None], axis=1))
@@ -141,7 +143,7 @@ class RecallModel(nnx.Module):
 
 
 def masked_positions(mask: Bool[Array, "B L"], count: int) -> Int[Array, "B count"]:
-  """Returns the first `count` masked positions of each row, in order; then unmasked ones if a row has fewer.
+  """Returns the first `count` masked positions of each row; unmasked ones if a row has fewer.
 
   Args:
     mask: bool [B L].
@@ -179,8 +181,8 @@ def recall_loss(
     The loss, and an int32 [B count] that says of each position: 1 right, 0 wrong, -1 not masked.
 
   Raises:
-    ValueError: the arrays are not int, int and bool of one shape [B L], `count` is not a whole number from 1 to L, or
-      `model` has no `answers`.
+    ValueError: the arrays are not int, int and bool of one shape [B L], `count` is not a whole
+      number from 1 to L, or `model` has no `answers`.
   """
   if not hasattr(model, "answers"):
     raise ValueError(

@@ -12,7 +12,7 @@ from lajax._arguments import arrays, describe, random_key, whole_number
 
 
 class Task(Protocol):
-  """A task whose sizes are given, such as `functools.partial(mqar, vocab_size=64, length=64, pairs=8)`."""
+  """A task with its sizes, as in `functools.partial(mqar, vocab_size=64, length=64, pairs=8)`."""
 
   def __call__(
     self, key: PRNGKeyArray, batch: int
@@ -47,7 +47,8 @@ def evaluate(
       accuracy = (masked positions with argmax(logits) = target) / (masked positions)
 
   Args:
-    model_fn: any callable from tokens int32 [B L] to logits [B L V]. The logits may be a NumPy array.
+    model_fn: any callable from tokens int32 [B L] to logits [B L V]. The logits may be a NumPy
+      array.
     task: a task with its sizes given, `task(key, batch) -> inputs, targets, mask`.
     key: random key of the rows; equal keys give equal rows. Default `jax.random.key(0)`.
     rows: number of rows, a multiple of `batch`.
@@ -57,8 +58,8 @@ def evaluate(
     A `Score`: accuracy over the masked positions, and the share of rows that are entirely right.
 
   Raises:
-    ValueError: `rows` is not a positive multiple of `batch`, `task` does not return B rows of inputs, targets and mask
-      or masks no position, or the logits are not [B L V].
+    ValueError: `rows` is not a positive multiple of `batch`, `task` does not return B rows of
+      inputs, targets and mask or masks no position, or the logits are not [B L V].
   """
   for name, f in (("model_fn", model_fn), ("task", task)):
     if not callable(f):
@@ -126,7 +127,8 @@ def count_hits(
     mask: bool [B P], True at the positions that are scored.
 
   Returns:
-    Three int32 scalars: masked positions with the right answer, masked positions, rows without a wrong answer.
+    Three int32 scalars: masked positions with the right answer, masked positions, rows without a
+      wrong answer.
 
   Raises:
     ValueError: the arrays are not int, int and bool of one shape [B P].

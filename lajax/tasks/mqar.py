@@ -4,13 +4,15 @@ A row of length L over a vocabulary of V tokens (0 is blank, keys 1 … V/2-1, v
 
     k1 v1 k2 v2 … kK vK │ slot 0 │ slot 1 │ … │ slot (L-2K)/2 - 1
 
-Every slot holds two tokens. K distinct slots are drawn one after the other, in the order of the keys, with probability
-proportional to (slot + 1)^(power - 1). The i-th drawn slot begins with key i, and the target AT that position is value i.
-The answer is never written in the inputs. All other tokens are filler.
+Every slot holds two tokens. K distinct slots are drawn one after the other, in the order of the
+keys, with probability proportional to (slot + 1)^(power - 1). The i-th drawn slot begins with key
+i, and the target AT that position is value i. The answer is never written in the inputs. All other
+tokens are filler.
 
-Arora, Eyuboglu, Timalsina, Johnson, Poli, Zou, Rudra, Ré, "Zoology: Measuring and Improving Recall in Efficient Language
-Models", ICLR 2024, arXiv:2312.04927, algorithm 1 and appendix E. The distribution is that of the public generator; here
-the whole row, filler included, is a function of the random key.
+Arora, Eyuboglu, Timalsina, Johnson, Poli, Zou, Rudra, Ré, "Zoology: Measuring and Improving Recall
+in Efficient Language Models", ICLR 2024, arXiv:2312.04927, algorithm 1 and appendix E. The
+distribution is that of the public generator; here the whole row, filler included, is a function of
+the random key.
 """
 
 import functools
@@ -34,8 +36,9 @@ def mqar(
   filler: str = "zeros",
   power: float | Float[Array, ""] = 0.01,
 ) -> tuple[Int[Array, "B L"], Int[Array, "B L"], Bool[Array, "B L"]]:
-  """Makes rows of multi-query associative recall: a pure function of `key`, compiled once per batch, length and pairs.
+  """Makes rows of multi-query associative recall.
 
+  A pure function of `key`, compiled once per batch, length, pairs and filler.
   Row i does not depend on `batch`, so a larger batch continues a smaller one.
 
   Args:
@@ -44,18 +47,19 @@ def mqar(
     vocab_size: V; the keys are 1 … V//2-1, the values V//2 … V-1, 0 is blank.
     length: L, even, at least 4 `pairs`.
     pairs: K, the number of key-value pairs per row, and of queries per row.
-    filler: content of the other positions: "zeros" (blanks; figure 2 of Zoology) or "noise" (uniform over the whole
-      vocabulary; figure 2 of Based, arXiv:2402.18668). Noise may repeat a key or a value; such a token is not a query.
-    power: a in the probability of slots ∝ (slot + 1)^(a - 1), a finite number: 1 is uniform, the default 0.01 is nearly
-      1 / (slot + 1).
+    filler: content of the other positions: "zeros" (blanks; figure 2 of Zoology) or "noise"
+      (uniform over the whole vocabulary; figure 2 of Based, arXiv:2402.18668). Noise may repeat a
+      key or a value; such a token is not a query.
+    power: a in the probability of slots ∝ (slot + 1)^(a - 1), a finite number: 1 is uniform, the
+      default 0.01 is nearly 1 / (slot + 1).
 
   Returns:
-    inputs int32 [B L], targets int32 [B L] (0 at positions without a query), mask bool [B L] (True at the K queries of
-    each row).
+    inputs int32 [B L], targets int32 [B L] (0 at positions without a query), mask bool [B L] (True
+    at the K queries of each row).
 
   Raises:
-    ValueError: a size is not a whole number of at least 1, the row cannot be laid out (odd L, 4K > L), the vocabulary
-      has too few keys or values, or `filler`, `power` or `key` is wrong.
+    ValueError: a size is not a whole number of at least 1, the row cannot be laid out (odd L, 4K >
+      L), the vocabulary has too few keys or values, or `filler`, `power` or `key` is wrong.
   """
   random_key("key", key)
   batch = whole_number("batch", batch)
@@ -80,7 +84,7 @@ def check_mqar(
   filler: str = "zeros",
   power: float | Float[Array, ""] = 0.01,
 ) -> None:
-  """Raises a ValueError of one line if no row of these sizes exists. The arguments are those of `mqar`."""
+  """Raises a ValueError if `mqar` makes no rows of these sizes."""
   vocab_size = whole_number("vocab_size", vocab_size, 0, 2**31 - 1)
   length = whole_number("length", length)
   pairs = whole_number("pairs", pairs)
@@ -120,7 +124,7 @@ def _rows(key, batch, length, pairs, filler, vocab_size, power):
     _power_law(of_slots, pairs, power)[:, :, None] == jnp.arange(slots)[None, None]
   )  # [B K slots]
 
-  # A slot's second token is never a query. These sums compile faster than a scatter of the K queries.
+  # A slot's second token is never a query. These sums compile faster than a scatter of queries.
   in_slots = lambda x: jnp.pad(
     _interleave((drawn * x[:, :, None]).sum(1)), ((0, 0), (2 * pairs, 0))
   )
@@ -142,10 +146,11 @@ def _below(bits, bound):
 
 
 def _distinct(bits, size):
-  """Draws [B K] different numbers of 0 … size-1; every ordered choice is equally likely. Work does not grow with size.
+  """Draws [B K] different numbers of 0 … size-1, every ordered choice equally likely.
 
-  Draw i names one of the size - i numbers that are left, by its rank among them (a Lehmer code). The earlier draws are
-  then put back, the latest first. This turns ranks into numbers: a number at or above the one put back moves up by one.
+  Draw i names one of the size - i numbers that are left, by its rank among them (a Lehmer code).
+  The earlier draws are then put back, the latest first. This turns ranks into numbers: a number at
+  or above the one put back moves up by one.
   """
   count = bits.shape[1]
   order = jnp.arange(count)[None]
@@ -159,9 +164,10 @@ def _distinct(bits, size):
 
 
 def _power_law(bits, count: int, power):
-  """Draws [B count] different slots one after the other, with probability ∝ (slot + 1)^(power - 1) among those left.
+  """Draws [B count] different slots, one after the other among those left.
 
-  The largest values of log p + Gumbel noise, from the largest down, are exactly such draws in their order.
+  The probability of a slot is proportional to (slot + 1)^(power - 1). The largest values of log p +
+  Gumbel noise, from the largest down, are exactly such draws in their order.
   """
   uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # never 0 or 1
   slots = jnp.arange(1, bits.shape[1] + 1, dtype=jnp.float32)
