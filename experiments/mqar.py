@@ -19,28 +19,23 @@ import itertools
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 
 import before_jax  # isort: skip  # noqa: F401  # before jax
 import cli
-from recall.config import PROG, is_plain, parse, plan
+from recall.config import PROG, Config, is_plain, parse, plan
 from recall.presets import PRESETS
 from recall.report import accuracy_against_state, accuracy_over_steps, print_report
 from recall.runs import Run, line_of, of_runs
 from recall.training import Program
-from results import append, read
+from results import append, read, save
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 def main() -> None:
-  config = parse(sys.argv[1:])
+  config, runs = prepare(sys.argv[1:])
   out = config.folder
-  try:
-    runs = plan(config)
-    cli.use_device(config.device)
-    cli.make_folder(out)
-  except ValueError as error:
-    cli.fail(PROG, str(error))
   console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
   started = time.perf_counter()
   try:
@@ -55,10 +50,22 @@ def main() -> None:
   lines = of_runs(read(out / "results.jsonl"), runs)
   preset = PRESETS[config.preset]
   print_report(lines, preset, console, check_order=is_plain(config))
-  accuracy_over_steps(lines, out / "accuracy_over_steps.png")
-  accuracy_against_state(lines, out / "accuracy_against_state.png", preset)
+  save(accuracy_over_steps(lines), out / "accuracy_over_steps.png")
+  save(accuracy_against_state(lines, preset), out / "accuracy_against_state.png")
   console.print(f"{out}: results.jsonl, accuracy_over_steps.png, accuracy_against_state.png")
   console.print(f"{time.perf_counter() - started:.0f} seconds in all")
+
+
+def prepare(arguments: Sequence[str]) -> tuple[Config, list[Run]]:
+  """Returns the configuration and its runs, once device and folder are ready. An error is one line."""
+  config = parse(arguments)
+  try:
+    runs = plan(config)
+    cli.use_device(config.device)
+    cli.make_folder(config.folder)
+  except ValueError as error:
+    cli.fail(PROG, str(error))
+  return config, runs
 
 
 def train_missing(runs: list[Run], results: pathlib.Path, console: Console) -> None:

@@ -70,5 +70,5 @@ def describe(value: Any) -> str:
   """Describes a value in an error: shape and dtype of an array, else its text."""
   if hasattr(value, "shape") and hasattr(value, "dtype") and value.shape != ():
     return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
-  text = repr(value)
+  text = " ".join(repr(value).split())
   return text if len(text) <= 60 else f"{type(value).__name__} {text[:50]}..."

@@ -1,6 +1,5 @@
 """Tables and figures of the recall experiments, made from the lines of results alone."""
 
-import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +7,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from recall.mixers import MIXERS
 from recall.presets import Preset
-from results import save
 from rich.console import Console
 from rich.table import Table
 
@@ -208,7 +206,7 @@ def styles(lines: list[dict]) -> dict[str, dict]:
   }
 
 
-def accuracy_over_steps(lines: list[dict], path: pathlib.Path) -> None:
+def accuracy_over_steps(lines: list[dict]) -> Figure:
   """Draws one panel per kind of rows and model width: mean over the seeds, band of all seeds."""
   panels, style = group(lines, "train_rows", "d_model"), styles(lines)
   figure, axes = _panels(len(panels), "Multi-query associative recall: accuracy during training")
@@ -228,10 +226,10 @@ def accuracy_over_steps(lines: list[dict], path: pathlib.Path) -> None:
     )
     axis.grid(alpha=0.3)
   axes[0].legend(fontsize=8)
-  save(figure, path)
+  return figure
 
 
-def accuracy_against_state(lines: list[dict], path: pathlib.Path, preset: Preset) -> None:
+def accuracy_against_state(lines: list[dict], preset: Preset) -> Figure:
   """Draws one point per mixer and model width, in one panel per kind of rows.
 
   Hollow points are published figures of papers that state the bytes of the state.
@@ -268,7 +266,7 @@ def accuracy_against_state(lines: list[dict], path: pathlib.Path, preset: Preset
     _ticks_in_bytes(axis, sizes)
     axis.grid(alpha=0.3)
   axes[0].legend(fontsize=8)
-  save(figure, path)
+  return figure
 
 
 def _ticks_in_bytes(axis, sizes: Sequence[float]) -> None:

@@ -125,14 +125,15 @@ def _rows(key, batch, length, pairs, filler, vocab_size, power):
   )  # [B K slots]
 
   # A slot's second token is never a query. These sums compile faster than a scatter of queries.
-  in_slots = lambda x: jnp.pad(
-    _interleave((drawn * x[:, :, None]).sum(1)), ((0, 0), (2 * pairs, 0))
-  )
+  def in_slots(x):
+    first = jnp.where(drawn, x[:, :, None], 0).sum(1, dtype=jnp.int32)
+    return jnp.pad(_interleave(first), ((0, 0), (2 * pairs, 0)))
+
   written = jnp.pad(_interleave(keys, values), ((0, 0), (0, length - 2 * pairs)))
   inputs, targets = written + in_slots(keys), in_slots(values)
   if noise:
     inputs = jnp.where(inputs == 0, _below(of_filler, vocab_size), inputs)
-  return inputs.astype(jnp.int32), targets.astype(jnp.int32), targets > 0
+  return inputs, targets, targets > 0
 
 
 def _interleave(first, second=0):
