@@ -90,7 +90,9 @@ def check(config: Config) -> None:
 
 
 def prepare(config: Config) -> None:
-  """Sets JAX's default device and 64-bit mode. Must run before the first computation."""
+  """Sets JAX's default device and its modes. Must run before the first computation."""
+  # Compile times are those of programs that no earlier process has compiled.
+  jax.config.update("jax_enable_compilation_cache", False)
   if config.dtype == "float64":
     jax.config.update("jax_enable_x64", True)
   cli.use_device(config.device)
