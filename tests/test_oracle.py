@@ -128,7 +128,7 @@ STATES = {"h0": "ht", "z0": "zt"}
 
 def test_no_file_is_missing():
   assert {name.split("__")[0] for name in FILES} == set(ADAPTERS)
-  assert len(FILES) == 105
+  assert len(FILES) == 53
 
 
 @functools.cache
