@@ -1,4 +1,4 @@
-"""Annotations hold at run time: shapes and dtypes of every op and, with the import hook, of all that they call."""
+"""Annotations hold at run time: those of every op, and of all functions that the ops call."""
 
 import pathlib
 import subprocess

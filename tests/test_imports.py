@@ -1,4 +1,4 @@
-"""The shape of the package: imports point down, no keyword is swallowed, public names are documented."""
+"""Imports point down, no keyword is swallowed, public names are documented."""
 
 import ast
 import importlib
@@ -12,8 +12,8 @@ import lajax.recurrence
 PACKAGE = pathlib.Path(lajax.__file__).parent
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
-# Each part of the package, and the parts that it may import beside itself. `recurrence` and `pallas`
-# do not know each other: a test that compares the two compares two derivations.
+# Each part of the package, and the parts that it may import beside itself. `recurrence` and
+# `pallas` do not know each other: a test that compares the two compares two derivations.
 BASE = {"_shapes", "_numerics", "_meshes", "_cpu_hang"}
 ALLOWED = {
   "_cpu_hang": set(),

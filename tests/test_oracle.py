@@ -1,8 +1,8 @@
-"""Every op against files of an independent float64 implementation: outputs, states and all gradients.
+"""Every op against files of an independent float64 implementation: outputs, states, gradients.
 
 `tests/oracle/README.md` explains the files. A file's method is a way to call one of the ops:
-`ADAPTERS` has one row per method. A packed file holds one initial state per document, so each of its
-documents is run by itself.
+`ADAPTERS` has one row per method. A packed file holds one initial state per document, so each of
+its documents is run by itself.
 """
 
 import collections
@@ -182,7 +182,7 @@ def heads_of(x: np.ndarray, axis: int, piece: Piece, heads: int | None) -> tuple
 
 
 class Stacked:
-  """A file's arrays as rows of the base shape of `cases`, so that they share its compiled functions.
+  """A file's arrays as rows of the base shape of `cases`, to share its compiled functions.
 
   A row is a `Piece`, with padding (zeros, id -1) after its tokens. `put_*` is the way back.
   """
@@ -346,9 +346,9 @@ def check(name: str, impl: str, dtype: str, stacked: bool):
   wanted = {f"out {k}": x for k, x in file["out"].items()} | {
     f"grad {k}": x for k, x in file["grad"].items()
   }
-  # A_log serves all tokens: its gradient is a sum of terms g dg that may cancel (mamba2_ssd__T17: of
-  # 18 and 36 to 0.11 and 1.3). Its error is measured relative to the root of their sum of squares,
-  # which is what the budget of dg allows if the errors of the terms are independent.
+  # A_log serves all tokens: its gradient is a sum of terms g dg that may cancel (mamba2_ssd__T17:
+  # of 18 and 36 to 0.11 and 1.3). Its error is measured relative to the root of their sum of
+  # squares, which is what the budget of dg allows if the errors of the terms are independent.
   floors = {f"grad {key.split()[1]}": found.pop(key) for key in [*found] if key.startswith("size")}
   assert set(found) == set(wanted)
   misses = {}
