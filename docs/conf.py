@@ -1,4 +1,4 @@
-"""Sphinx's settings. `python -m sphinx -W docs site` builds the pages; without `-W`, a warning does not stop it."""
+"""Sphinx's settings. `python -m sphinx -W docs site` builds the pages, and stops at a warning."""
 
 import pathlib
 import shutil
@@ -59,4 +59,6 @@ pygments_style = "friendly"
 
 def setup(app) -> None:
   app.connect("autodoc-process-docstring", docstrings.on_docstring, priority=400)  # napoleon: 500
+  app.connect("autodoc-skip-member", docstrings.on_member)
+  app.connect("source-read", docstrings.on_page)
   app.connect("autodoc-process-signature", signatures.on_signature)

@@ -4,12 +4,13 @@ A docstring writes its equations as plain text, so that `help()` can be read:
 
     S_t = Diag(exp g_t) S_{t-1} + k_t v_t^T ;  o_t = scale S_t^T q_t
 
-`rows` cuts such a block into its equations, and `latex` translates one of them. The notation is LaTeX but for these points:
+`rows` cuts such a block into its equations, and `latex` translates one of them. The notation is
+LaTeX but for these points:
 
 | written | read as |
 |---|---|
-| `x_t`, `x_{t-1}`, `W_k,h`, `A_log` | a subscript: letters, a group in braces, or names joined by commas |
-| `x^T`, `x^(g_t)`, `x^{r-1}` | a superscript: T is the transpose; a group may stand in parentheses |
+| `x_t`, `x_{t-1}`, `W_k,h`, `A_log` | a subscript: a name, a group, or names joined by commas |
+| `x^T`, `x^(g_t)`, `x^{r-1}` | a superscript: a name, or a group; T is the transpose |
 | `x'`, `k~` | a prime, a tilde |
 | `beta`, `Lambda` | a Greek letter |
 | `a . b`, `a * b`, `a / b` | inner product, elementwise product, fraction |
@@ -26,7 +27,7 @@ GREEK = {
   *("xi", "pi", "rho", "sigma", "tau", "phi", "chi", "psi", "omega"),
   *("Gamma", "Delta", "Theta", "Lambda", "Sigma", "Phi", "Psi", "Omega"),
 }
-FUNCTIONS = {"cos", "exp", "log", "max", "min", "sin", "tanh"}
+FUNCTIONS = {"cos", "exp", "log", "sin", "tanh"}
 SYMBOLS = {"eps": r"\epsilon", "phi": r"\phi", "epsilon": r"\epsilon"}
 RELATIONS = {"=": "=", "<": "<", ">": ">", "<=": r"\le", ">=": r"\ge", "->": r"\to", "~": r"\sim"}
 RELATIONS |= {"+=": "{+}{=}", "-=": "{-}{=}"}
@@ -81,7 +82,7 @@ def latex(equation: str) -> str:
   """Translates one equation.
 
   Raises:
-    EquationError: a character, a bracket or a script does not belong to the notation; the message holds the equation.
+    EquationError: a part does not belong to the notation; the message holds the equation.
   """
   return _Parser(equation).expression(stop=None)
 
@@ -172,7 +173,7 @@ class _Parser:
     return "".join(pieces)
 
   def operand(self, fractions: bool = True) -> tuple[str, str]:
-    """A number, a name or a group in brackets, with its scripts. A word without scripts is of its own kind."""
+    """A number, a name or a group in brackets, with its scripts; or a word, which has none."""
     kind, text = self.next()
     if kind == "number":
       return "operand", self.scripts(_number(text))
@@ -202,7 +203,7 @@ class _Parser:
     return rf"\sqrt{{{_bare(self.operand(fractions=False)[1])}}}"
 
   def scripts(self, base: str) -> str:
-    """The base with the primes, subscripts and superscripts that touch it, in the order that LaTeX wants."""
+    """The base with the primes, subscripts and superscripts that touch it, in LaTeX's order."""
     subscripts, superscripts = [], []
     while True:
       _, text = self.peek()
@@ -223,10 +224,13 @@ class _Parser:
       self.next()
     below = f"_{{{' '.join(subscripts)}}}" if subscripts else ""
     above = f"^{{{' '.join(superscripts)}}}" if superscripts else ""
-    return f"{{{base}}}{below}{above}" if base.startswith(r"\tilde") else f"{base}{below}{above}"
+    apart = (
+      "{}" if base.startswith(r"\tilde") else ""
+    )  # MathML would set the scripts under the tilde's base
+    return f"{base}{apart}{below}{above}" if below or above else base
 
   def script(self) -> str:
-    """What follows "_": a group in braces, or names and numbers joined by commas, with their primes."""
+    """What follows "_": a group in braces, or names joined by commas, with their primes."""
     if self.peek()[1] == "{":
       self.next()
       return self.expression("}", fractions=False)
@@ -281,7 +285,7 @@ def _number(text: str) -> str:
 
 
 def _take_product(out: list[tuple[str, str]]) -> str:
-  """Removes the last product from the parts of an expression and returns its LaTeX: the numerator of a fraction."""
+  """Removes the last product from the parts of an expression: the numerator of a fraction."""
   start = len(out)
   while start and out[start - 1][0] in ("operand", "word", "product", "space"):
     start -= 1

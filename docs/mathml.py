@@ -1,4 +1,4 @@
-"""Renders equations as MathML, which browsers show by themselves: pages need no script, no font and no network."""
+"""Renders equations as MathML, which browsers show by themselves: no script, no network."""
 
 from docutils import nodes
 from docutils.utils.math import MathError
@@ -26,7 +26,7 @@ def visit_math_block(writer, node) -> None:
 
 
 def converted(node, as_block: bool) -> str:
-  """The MathML of a node that holds LaTeX. A warning where docutils does not know a command, which fails a strict build."""
+  """Returns the MathML of a node that holds LaTeX, and warns of a command that docutils lacks."""
   try:
     return tex2mathml(node.astext(), as_block=as_block)
   except MathError as error:
