@@ -177,7 +177,7 @@ def refusal(arguments: str, capsys) -> str:
     ("--d-model 0", "--d-model must be at least 1; got (0,)"),
     ("--steps 0", "--steps must be at least 1; got (0,)"),
     ("--batch 64 0 --pairs 4 8", "--batch must be at least 1; got (64, 0)"),
-    ("--power nan", "`power` must be a finite number; got nan"),
+    ("--power nan", "`power` must be a number of at least -1e+06 and of at most 1e+06; got nan"),
     ("--clip -1", "--clip must be positive; got -1"),
     ("--weight-decay nan", "--weight-decay must be at least 0; got nan"),
     ("--out setup.cfg/x", "--out setup.cfg/x: cannot make this folder"),

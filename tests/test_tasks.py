@@ -280,7 +280,7 @@ KEY = jax.random.key(0)
     (dict(vocab_size=0), "vocab_size.*gives 0 keys"),
     (dict(pairs=0), "`pairs` must be a whole number of at least 1; got 0"),
     (dict(pairs=1.5), "`pairs` must be a whole number of at least 1; got 1.5"),
-    (dict(power=np.nan), "`power` must be a finite number; got nan"),
+    (dict(power=np.nan), "`power` must be a number of at least -1e.06 and of at most 1e.06; got nan"),
     (dict(filler="blanks"), "`filler` must be one of zeros, noise; got 'blanks'"),
   ],
   ids=lambda case: "-".join(case) if isinstance(case, dict) else "",
