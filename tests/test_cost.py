@@ -79,7 +79,10 @@ def test_attention_grows_with_the_context():
 
 
 def test_a_layer_multiplies_by_each_weight_once_a_token():
-  """Beside it, a head's state S [K V]: decay, outer product, sum, and a product with a vector, two in the delta rule."""
+  """Counts the work beside the weights, per number of the state.
+
+  It is decay, outer product, sum, and one product with a vector, two in the delta rule.
+  """
   for layer, passes in [(kda(), 7), (traced(L.GLA, 1536, 16, 96), 5)]:
     state = costs.memory(layer, 1).state.numbers
     work = costs.decode_operations(layer, 1) - 2 * costs.parameters(layer)

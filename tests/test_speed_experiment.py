@@ -1,4 +1,4 @@
-"""The speed experiment: baselines agree with lajax, tables have every row, bad flags give one line."""
+"""Speed experiment: baselines agree with lajax, tables are complete, bad flags give one line."""
 
 import dataclasses
 import functools

@@ -81,7 +81,7 @@ class RecallModel(nnx.Module):
     if not isinstance(layers, Sequence) or not all(map(callable, layers)):
       raise ValueError(
         "`layers` must be a sequence of callables that make a layer from `rngs`; "
-        f"got {type(layers).__name__}. Pass functools.partial(DeltaNet, {self.d_model}), for example."
+        f"got {type(layers).__name__}. Pass [functools.partial(DeltaNet, {self.d_model})], say."
       )
     check_rngs(rngs)
     self.embed = nnx.Embed(self.vocab_size, self.d_model, rngs=rngs)
@@ -201,6 +201,6 @@ def recall_loss(
 
 
 def _check(sizes=None, /, **arrays):
-  """Checks arrays that must be given against their letters, and returns the sizes of the letters."""
+  """Checks required arrays against their letters, and returns the sizes of the letters."""
   check_given(**arrays)
   return check(sizes, **arrays)

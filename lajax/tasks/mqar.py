@@ -39,8 +39,8 @@ def mqar(
 ) -> tuple[Int[Array, "B L"], Int[Array, "B L"], Bool[Array, "B L"]]:
   """Makes rows of multi-query associative recall.
 
-  A pure function of `key`, compiled once per batch, length, pairs and filler.
-  Row i does not depend on `batch`, so a larger batch continues a smaller one.
+  The rows are a pure function of `key`. Row i does not depend on `batch`, so a larger batch
+  continues a smaller one. A new `batch`, `length`, `pairs` or `filler` compiles anew.
 
   Args:
     key: a JAX random key.
@@ -51,20 +51,21 @@ def mqar(
     filler: content of the other positions: "zeros" (blanks; figure 2 of Zoology) or "noise"
       (uniform over the whole vocabulary; figure 2 of Based, arXiv:2402.18668). Noise may repeat a
       key or a value; such a token is not a query.
-    power: a in the probability of slots ∝ (slot + 1)^(a - 1), at most 1e6 in absolute value: 1 is uniform, the
-      default 0.01 is nearly 1 / (slot + 1).
+    power: a in the probability of slots ∝ (slot + 1)^(a - 1), at most 1e6 in absolute value: 1 is
+      uniform, the default 0.01 is nearly 1 / (slot + 1).
 
   Returns:
     inputs int32 [B L], targets int32 [B L] (0 at positions without a query), mask bool [B L] (True
     at the K queries of each row).
 
   Raises:
-    ValueError: a size is not a whole number of at least 1, the row cannot be laid out (odd L, 4K >
-      L), the vocabulary has too few keys or values, or `filler`, `power` or `key` is wrong.
+    ValueError: a size is not a whole number of at least 1, the row cannot be laid out (L is odd or
+      less than 4K), the vocabulary has too few keys, or `filler`, `power` or `key` is wrong.
   """
   check_key("key", key)
   batch = check_whole("batch", batch)
   check_mqar(vocab_size=vocab_size, length=length, pairs=pairs, filler=filler, power=power)
+  # As Python numbers: equal sizes of other types share one compilation.
   return _rows(key, batch, int(length), int(pairs), filler, int(vocab_size), power)
 
 
@@ -85,7 +86,7 @@ def check_mqar(
   filler: str = "zeros",
   power: float | Float[Array, ""] = 0.01,
 ) -> None:
-  """Raises a ValueError if `mqar` makes no rows of these sizes. The arguments are those of `mqar`."""
+  """Raises a ValueError if `mqar`, whose arguments these are, makes no such rows."""
   vocab_size = check_whole("vocab_size", vocab_size, 0)
   length = check_whole("length", length)
   pairs = check_whole("pairs", pairs)
