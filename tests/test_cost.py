@@ -112,7 +112,9 @@ def test_operations_of_a_program():
     return jax.lax.cond(a[0, 0] > 0, lambda: c * 2, lambda: c).sum() + jnp.cumsum(jnp.arange(4))[0]
 
   a, b = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((3, 3), jnp.float32)
-  count = costs.operations(jax.make_jaxpr(program)(a, b).jaxpr)
+  traced_program = jax.make_jaxpr(program)(a, b)
+  count = costs.operations(traced_program.jaxpr)
+  assert count == costs.operations(traced_program)
   assert count == 7 * (2 * 2 * 3 * 3 + 6) + 6 + 6 + 1
   with pytest.raises(NotImplementedError, match="operations of a loop of unknown length"):
     costs.operations(
@@ -163,7 +165,7 @@ def test_wrong_arguments_are_refused():
   faults += wrong.accepted(costs.keys_read, dict(length=3), "window", windows)
   dtypes = {"none": None, "text": "float33", "number": 7, "nan": float("nan")}
   faults += wrong.accepted(costs.Size(3).bytes_in, {}, "dtype", dtypes)
-  programs = {"none": None, "function": jnp.sin, "closed": jax.make_jaxpr(jnp.sin)(1.0)}
+  programs = {"none": None, "function": jnp.sin, "text": "a + b", "number": 1}
   faults += wrong.accepted(costs.operations, {}, "program", programs)
   assert not faults, "\n".join(faults)
   with pytest.raises(TypeError):
