@@ -1,4 +1,4 @@
-"""Ten kinds of wrong argument, and the check that each is refused by lajax with one clear sentence."""
+"""Ten kinds of wrong argument, and the check that lajax refuses each with one clear sentence."""
 
 import math
 import pathlib
@@ -93,7 +93,7 @@ def parts(right: tuple) -> dict:
 
 
 def matrices(shape: tuple[int, ...], dtype) -> dict:
-  """Wrong where an array of this shape and dtype is expected, beside other arrays of the same shape."""
+  """Wrong where an array of this shape and dtype must match other arrays."""
   dtype = jnp.dtype(dtype)
   other = jnp.float32 if dtype != jnp.float32 else jnp.int32
   return {
