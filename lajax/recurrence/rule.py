@@ -203,18 +203,28 @@ def warn_if_made_anew(rule: Rule) -> None:
 
   Each such rule is compiled by itself, and JAX keeps what it compiled.
   """
-  code = getattr(rule.chunk, "__code__", None)
-  if code is None:
-    return
+  code = _code(rule)
   _made[code].add(hash(rule))
   if len(_made[code]) == MADE_ANEW:
     warnings.warn(
-      f"{MADE_ANEW} rules were made of the same functions ({rule.chunk.__qualname__} in "
-      f"{code.co_filename}, line {code.co_firstlineno}), and each is compiled anew. Define the "
-      "functions at module level and give options by lajax.recurrence.rule.bind, or make the rule "
-      "once.",
-      stacklevel=2,
+      f"{MADE_ANEW} rules were made of the same functions ({_name(rule.chunk)}), and each is "
+      "compiled anew. Define the functions at module level and give them options by "
+      "lajax.recurrence.rule.bind, or make the rule once.",
+      stacklevel=3,
     )
+
+
+def _code(x) -> Hashable:
+  """What stays the same when a function is made again by the same code."""
+  if isinstance(x, tuple):
+    return tuple(map(_code, x))
+  if isinstance(x, Bound):
+    return _code(x.function), _code(x.options)
+  return getattr(x, "__code__", x)
+
+
+def _name(function) -> str:
+  return _name(function.function) if isinstance(function, Bound) else repr(function)
 
 
 # --- affine maps -----------------------------------------------------------------------------------
