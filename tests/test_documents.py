@@ -10,7 +10,10 @@ import pytest
 from cases import CASES, Shape
 
 import lajax
+from lajax.recurrence import linear_attention
+from lajax.recurrence.chunks import chunked
 from lajax.recurrence.documents import not_finite, spoiled
+from lajax.recurrence.tokens import recurrent
 
 SHAPE = Shape(T=40, HV=2, K=4, V=3)
 LENGTH, BAD = 20, 10  # of the first of two documents, and its token that is not finite
@@ -157,7 +160,9 @@ def test_infinite_decays_are_finite_numbers():
 # --- symbolic sizes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case_id", ["linear_attention-head", "delta_rule-channel"])
+@pytest.mark.parametrize(
+  "case_id", ["linear_attention-head", pytest.param("delta_rule-head", marks=pytest.mark.slow)]
+)
 def test_export_with_a_symbolic_batch(case_id):
   """One exported function, and its gradient, serve every batch size."""
   case = CASES[case_id]
@@ -165,7 +170,7 @@ def test_export_with_a_symbolic_batch(case_id):
     lambda x: np.asarray(x, np.float32), dict(cases.inputs(case_id, SHAPE, ("plain",) * 3))
   )
   op = functools.partial(getattr(lajax, case.op), impl="chunked")
-  gradient = jax.jit(jax.grad(lambda arrays: (op(**arrays)[0] ** 2).sum()))
+  gradient = cases.quick_jit(jax.grad(lambda arrays: (op(**arrays)[0] ** 2).sum()))
   (b,) = jax.export.symbolic_shape("b")
   symbolic = jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), arrays)
   exported = jax.export.export(gradient)(symbolic)
@@ -175,14 +180,13 @@ def test_export_with_a_symbolic_batch(case_id):
     assert all(jax.tree.leaves(jax.tree.map(close, got, want)))
 
 
-def test_export_with_a_symbolic_length_is_refused():
+@pytest.mark.parametrize("loop", [chunked, recurrent])
+def test_export_with_a_symbolic_length_is_refused(loop):
   arrays = cases.inputs("linear_attention-head", SHAPE, ("plain",))
   (t,) = jax.export.symbolic_shape("t")
-  symbolic = {
-    name: jax.ShapeDtypeStruct((1, t, *x.shape[2:]), np.float32)
-    for name, x in arrays.items()
-    if name != "initial_state"
-  }
-  op = jax.jit(functools.partial(lajax.linear_attention, impl="chunked"))
-  with pytest.raises(NotImplementedError, match="impl='chunked' needs a known number of tokens"):
-    jax.export.export(op)(symbolic)
+  symbol = lambda name: jax.ShapeDtypeStruct((1, t, *arrays[name].shape[2:]), np.float32)
+  tokens = linear_attention.AdditiveTokens(*map(symbol, "qkvg"))
+  state = jax.ShapeDtypeStruct(arrays["initial_state"].shape, np.float32)
+  run = jax.jit(lambda tokens, state: loop(linear_attention.rule, tokens, state))
+  with pytest.raises(NotImplementedError, match="symbol t here"):
+    jax.export.export(run)(tokens, state)

@@ -137,7 +137,8 @@ def _leaky_read(c, before, after, x):
 def _leaky_chunk(rate, c, x, masks, precision):
   logs = jnp.log1p(-rate * x.written)
   sums = jnp.cumsum(logs)
-  between = jnp.tril(jnp.exp(jnp.minimum(sums[:, None] - sums, 0)))
+  lower = np.tri(len(logs), dtype=bool)
+  between = jnp.where(lower, jnp.exp(jnp.where(lower, sums[:, None] - sums, 0)), 0)
   from_start, to_end, total = jnp.exp(sums), between[-1], jnp.exp(sums[-1])
   if masks is not None:
     between = jnp.where(masks.between, between, 0)
