@@ -153,8 +153,9 @@ def test_spoiled_tokens():
 
 
 def test_infinite_decays_are_finite_numbers():
-  tokens = {"g": jnp.array([[[-jnp.inf]], [[jnp.nan]], [[jnp.inf]], [[-1.0]]])}
-  assert not_finite(tokens, 1)[:, 0, 0].tolist() == [True, True, True, False]
+  g = jnp.array([[[-jnp.inf]], [[jnp.nan]], [[jnp.inf]], [[-1.0]]])
+  tokens = linear_attention.AdditiveTokens(None, None, None, g)
+  assert not_finite(tokens, 1, ("g",))[:, 0, 0].tolist() == [False, True, True, False]
 
 
 # --- symbolic sizes ------------------------------------------------------------------------------------
