@@ -158,7 +158,7 @@ def test_infinite_decays_are_finite_numbers():
   assert not_finite(tokens, 1, ("g",))[:, 0, 0].tolist() == [False, True, True, False]
 
 
-# --- symbolic sizes ------------------------------------------------------------------------------------
+# --- symbolic sizes ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

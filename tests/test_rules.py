@@ -109,7 +109,7 @@ def test_derived_backward_pass_is_the_one_by_hand(x64, name, gate):
   assert furthest(value_and_gradients(run(derived(rule)), tokens, state), by_hand) < 1e-12
 
 
-# --- a new family --------------------------------------------------------------------------------------
+# --- a new family --------------------------------------------------------------------------------
 
 
 class Leaky(NamedTuple):
@@ -174,7 +174,7 @@ def test_new_family_trains_through_chunks(x64, document):
   assert furthest(run(chunked, chunk_size=16), run(recurrent)) < 1e-12
 
 
-# --- the identity of rules -----------------------------------------------------------------------------
+# --- the identity of rules -----------------------------------------------------------------------
 
 
 def test_rules_of_equal_functions_are_equal():
@@ -199,7 +199,7 @@ def test_rule_made_in_each_call_compiles_once():
 
 
 def test_rules_of_new_functions_are_warned_of(monkeypatch):
-  """Functions that are made in each call make other rules: after a few of them there is a warning."""
+  """Functions made in each call make other rules; after a few of them there is a warning."""
 
   def made_anew():
     chunk = lambda x, masks, precision: _leaky_chunk(0.2, 0.5, x, masks, precision)
@@ -216,7 +216,7 @@ def test_rules_of_new_functions_are_warned_of(monkeypatch):
     trace()
 
 
-# --- gradients of gates ----------------------------------------------------------------------------------
+# --- gradients of gates --------------------------------------------------------------------------
 
 GATED = [case.id for case in CASES.values() if "inf" in case.rows and case.op != "attention"]
 
@@ -265,7 +265,7 @@ def test_small_gate_gradients_are_no_rounding_of_large_ones(case_id):
 
 
 def test_gate_gradients_where_every_token_forgets():
-  """Two corrections per token, g about -20: a difference of sums over all pairs is wrong by 2e-7."""
+  """Two corrections per token, g about -20; a difference of sums over all pairs is off by 2e-7."""
   case, shape = CASES["delta_product-head"], Shape(T=70, H=1, HV=1, K=8, V=6)
   arrays = dict(cases.inputs(case.id, shape, ("plain",)))
   arrays["g"] = -20 + arrays["g"]

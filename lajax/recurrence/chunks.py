@@ -87,7 +87,7 @@ def _differentiable_loop(
   There is one function for each layout, so that JAX traces its forward pass once.
   """
   loop = _Loop(rule, layout, scale, precision)
-  # Under the caller's vmap the batch grows: axis 0, and the rows of what is kept [blocks M R ..].
+  # Under the caller's vmap the batch grows: axis 0, and axis 2 of the residuals [blocks M R ..].
   residuals = Residuals(2, 0, 2, 0)
   forward = jax.jit(join_batches(loop.forward_with_residuals, (0, 0), (0, residuals)))
   pullback = join_batches(loop.pullback, (0, 0, residuals, 0), 0)
@@ -342,7 +342,7 @@ def _masks(documents) -> Masks | None:
   return None if documents is None else document_masks(documents[0], documents[1][0])
 
 
-# --- numbers that are not finite ---------------------------------------------------------------------
+# --- numbers that are not finite -----------------------------------------------------------------
 #
 # A product of matrices would carry NaN to every token of a chunk: 0 times NaN is NaN. So a chunk is
 # computed without such numbers, and NaN is put where the recurrence would have it.
@@ -354,7 +354,7 @@ class _Reach(NamedTuple):
   `entering` and `through` are None without documents, where both are true.
   """
 
-  inside: Bool[Array, "C"] | None  # after a bad token of the chunk
+  inside: Any  # [C]: after a bad token of the chunk
   whole: Bool[Array, ""]  # the state that leaves the chunk comes after a bad token of the chunk
   entering: Bool[Array, "C"] | None = None  # of the document that the pass enters the chunk in
   through: Bool[Array, ""] | None = None  # the pass leaves the chunk in the document it enters in
@@ -363,7 +363,7 @@ class _Reach(NamedTuple):
     return self._replace(inside=None, entering=None)
 
   def leaving(self, spoiled: Array) -> Array:
-    """Whether the state that leaves comes after a bad token, given that of the state that enters."""
+    """Whether the leaving state comes after a bad token, given that of the entering state."""
     return self.whole | (spoiled if self.through is None else spoiled & self.through)
 
   def tokens(self, spoiled: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Packed documents: where each one begins, and which tokens are padding."""
+"""Packed documents: where they begin, which tokens are padding, what is not finite in them."""
 
 import functools
 from typing import NamedTuple
@@ -34,7 +34,10 @@ def packing(segment_ids: Int[Array, "B T"]) -> Packing:
 
 
 def blank_padding(tokens, is_token: Bool[Array, "B T"]):
-  """Replaces the padding of arrays [B T ..] by zeros, NaN included: a token of zeros is the identity."""
+  """Returns arrays [B T ..] with zeros in the place of padding, also of NaN in padding.
+
+  A token of zeros is the identity.
+  """
   blank = lambda x: jnp.where(
     is_token.reshape(is_token.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)
   )
@@ -42,11 +45,11 @@ def blank_padding(tokens, is_token: Bool[Array, "B T"]):
 
 
 def previous(document: Int[Array, "B T"]) -> Int[Array, "B T"]:
-  """Document of the token before each; the initial state belongs to the first document."""
+  """Returns the document of the token before each; the initial state belongs to the first one."""
   return jnp.concatenate([jnp.zeros_like(document[:, :1]), document[:, :-1]], axis=1)
 
 
-# --- numbers that are not finite ---------------------------------------------------------------------
+# --- numbers that are not finite -----------------------------------------------------------------
 
 
 def not_finite(tokens, HV: int, log_decays: tuple[str, ...] = ()) -> Bool[Array, "B T HV"]:

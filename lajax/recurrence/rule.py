@@ -1,4 +1,4 @@
-"""A family of recurrences as small pure functions (`Rule`), and the algebra of affine maps of a state."""
+"""A family of recurrences as small pure functions (`Rule`), and affine maps of a state."""
 
 import collections
 import dataclasses
@@ -105,7 +105,7 @@ def bind(function: Callable, *options: Hashable) -> Bound:
   return Bound(function, options)
 
 
-# --- rules from rules ------------------------------------------------------------------------------
+# --- rules from rules ----------------------------------------------------------------------------
 
 
 def on_raw_tokens(rule: Rule, prepare: Callable) -> Rule:
@@ -150,7 +150,7 @@ def derived(rule: Rule) -> Rule:
   return rule._replace(pullback=None, output_pullback=None)
 
 
-# --- the backward pass that follows from the forward one --------------------------------------------
+# --- the backward pass that follows from the forward one -----------------------------------------
 
 
 def pullback_of(rule: Rule) -> Pullback:
@@ -191,7 +191,7 @@ def _output_pullback(output, read, outputs, do):
   return jax.vjp(output, read)[1](do)[0]
 
 
-# --- rules that are made anew ------------------------------------------------------------------------
+# --- rules that are made anew --------------------------------------------------------------------
 
 MADE_ANEW = 8  # rules of the same code but of other functions, before there is a warning
 
@@ -227,7 +227,7 @@ def _name(function) -> str:
   return _name(function.function) if isinstance(function, Bound) else repr(function)
 
 
-# --- affine maps -----------------------------------------------------------------------------------
+# --- affine maps ---------------------------------------------------------------------------------
 
 
 def apply(affine: Affine, state: Array) -> Array:

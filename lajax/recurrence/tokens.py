@@ -1,4 +1,4 @@
-"""The loops over tokens: the equation as printed (`recurrent`), and all states at once (`associative`).
+"""The loops over tokens: `recurrent` is the equation as printed, `associative` has all states.
 
 Layouts: `tokens` is the family's NamedTuple of arrays [B T H ..] (queries and keys) or [B T HV ..]
 (all others), a field may be None; the state is [B HV K V]; outputs are [B T HV V].
@@ -105,8 +105,8 @@ def associative(rule: Rule, tokens, state: Array, document: Array | None = None)
 def _combine_in_documents(first, second):
   """`combine` for maps of tokens, and whether a document begins at one of the tokens.
 
-  Where one begins in `second`, `first` is replaced by zeros. A transition of 0 would not do: 0 times
-  NaN is NaN.
+  Where one begins in `second`, `first` is replaced by zeros. A transition of 0 would not do:
+  0 times NaN is NaN.
   """
   (first, first_begins), (second, second_begins) = first, second
   if second_begins is None:
