@@ -196,9 +196,7 @@ def _summaries_kernel(
 def _summaries(
   p: MatrixPlan, system: DeltaSystem, v, beta, g, document, edges
 ) -> tuple[Array, Array]:
-  """Returns the state after each split started from zeros, [B P HV K V], and its matrix, [B P HV K
-  K].
-  """
+  """Returns the state after each split from zeros, [B P HV K V], and its matrix, [B P HV K K]."""
   p = p.cut(TILES, "summaries")
   kinds = p.reader, p.reader, "v", "head", p.gate, "document", "edges", "scores"
   inputs = system.k_reader, system.k_writer, v, beta, g, document, edges, system.squares

@@ -222,9 +222,7 @@ def _summaries_kernel(
 
 
 def _summaries(p: MatrixPlan, system: LowRankSystem, v, g, document, edges) -> tuple[Array, Array]:
-  """Returns the state after each split started from zeros, [B P HV K V], and its matrix, [B P HV K
-  K].
-  """
+  """Returns the state after each split from zeros, [B P HV K V], and its matrix, [B P HV K K]."""
   p = p.cut(TILES, "summaries")
   kinds = *(p.reader,) * 3, "v", p.gate, "document", "edges", "two scores"
   inputs = system.a_reader, system.b_writer, system.k_writer, v, g, document, edges, system.squares

@@ -48,7 +48,7 @@ class RecurrencePlan(NamedTuple):
 
   @property
   def ragged(self) -> bool:
-    """Whether the last split has fewer tokens than the others."""
+    """Returns whether the last split has fewer tokens than the others."""
     return self.S * self.L != self.T
 
   def channels(self, j) -> Array | None:

@@ -42,9 +42,8 @@ def by_decays(
   ends with.
   """
   left = jnp.ones((p.B, p.P, 1, 1, 1), f32) if left is None else left
-  others = (
-    slice(1, None) if reverse else slice(None, -1)
-  )  # all splits but the one that nothing comes after
+  # All splits but the one that nothing comes after.
+  others = slice(1, None) if reverse else slice(None, -1)
   join = lambda x, y: jnp.concatenate([y, x] if reverse else [x, y], axis=1)
   left = join(jnp.zeros_like(left[:, :1]), left[:, others])
 
@@ -92,7 +91,7 @@ def summaries(
   """Returns the state after each split started from zeros, and the matrix of each split.
 
   One launch computes both: columns `matrix:` of a wider state start from the identity and get no
-    values.
+  values.
   """
   values_end, matrix = p.V, p.NV * p.v_tile
   p = p._replace(V=matrix + p.K)
@@ -121,7 +120,7 @@ def carried_back(
     kernel: goes through the chunks of a split in reverse. Its last input is dS at the end, its last
       result dS at the start. With summary=True it starts from zeros and gives dS at the start
       alone.
-    matrices: those of the splits; None where there is one split.
+    matrices: of the splits, as `summaries` returns them; None where there is one split.
   """
 
   def go(name: str, tiles: str, states: Array | None, results: Sequence[Result]) -> Sequence[Array]:
