@@ -149,13 +149,9 @@ def supports(
       f"the kernels take keys of up to K = {forward.WIDE} where q, k and v are not bfloat16, "
       f"and K is {p.K}."
     )
-  return refusal(
-    p,
-    (q, k, v, beta, g, initial_state),
-    chunk_size,
-    forward.TILES | backward.TILES,
-    forward.AXES | backward.AXES,
-  )
+  inputs = dict(q=q, k=k, v=v, beta=beta, g=g, initial_state=initial_state)
+  tables, axes = forward.TILES | backward.TILES, forward.AXES | backward.AXES
+  return refusal(p, inputs, chunk_size, tables, axes)
 
 
 def decode(

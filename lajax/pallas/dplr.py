@@ -205,21 +205,20 @@ def supports(
 
   Reads shapes and dtypes only.
   """
-  return _refusal(
-    tiles.operand_dtype(q, k, v, a, b), (q, k, v, a, b, g, initial_state), q, v, g, chunk_size
-  )
+  inputs = dict(q=q, k=k, v=v, a=a, b=b, g=g, initial_state=initial_state)
+  return _refusal(tiles.operand_dtype(q, k, v, a, b), inputs, chunk_size)
 
 
 def supports_by_channel(
   q, k, v, erase, write, g=None, initial_state=None, *, chunk_size: int | None = None
 ) -> str | None:
   """Returns the same as `supports`, for `delta_rule_by_channel`."""
-  return _refusal(
-    tiles.operand_dtype(q, k, v), (q, k, v, erase, write, g, initial_state), q, v, g, chunk_size
-  )
+  inputs = dict(q=q, k=k, v=v, erase=erase, write=write, g=g, initial_state=initial_state)
+  return _refusal(tiles.operand_dtype(q, k, v), inputs, chunk_size)
 
 
-def _refusal(dtype, inputs, q, v, g, chunk_size: int | None) -> str | None:
+def _refusal(dtype, inputs: dict, chunk_size: int | None) -> str | None:
+  q, v, g = inputs["q"], inputs["v"], inputs["g"]
   p = _plan(q, v, g, False, _Static(1.0, dtype, dtype))
   if p.K > forward.WIDE and p.dtype != jnp.bfloat16:
     return (

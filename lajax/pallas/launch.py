@@ -43,6 +43,14 @@ def _on_supported_gpu() -> bool:
   return all(re.fullmatch(r"\d+\.\d+", version) and float(version) >= 8 for version in versions)
 
 
+def float64_refusal(**arrays: Array | None) -> str | None:
+  """Returns a sentence that names an array of float64, which the kernels do not take, or None."""
+  for name, x in arrays.items():
+    if x is not None and x.dtype == "float64":
+      return f"the kernels compute in float32, and `{name}` is float64."
+  return None
+
+
 def launch(
   kernel: Callable,
   inputs: Sequence[Array | None],

@@ -479,7 +479,8 @@ def supports(
   Reads shapes and dtypes only.
   """
   p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
-  return refusal(p, (q, k, v, g, initial_state, bonus), chunk_size, TILES, AXES)
+  inputs = dict(q=q, k=k, v=v, g=g, initial_state=initial_state, bonus=bonus)
+  return refusal(p, inputs, chunk_size, TILES, AXES)
 
 
 def decode(

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from lajax.pallas.launch import differentiable, launch
+from lajax.pallas.launch import differentiable, float64_refusal, launch
 from lajax.pallas.tiles import inside, load, store
 
 f32 = jnp.float32
@@ -329,8 +329,8 @@ def supports(x, log_a, initial_state=None) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if any(a is not None and a.dtype == jnp.float64 for a in (x, log_a, initial_state)):
-    return "the kernels compute in float32, and an input is float64."
+  if reason := float64_refusal(x=x, log_a=log_a, initial_state=initial_state):
+    return reason
   programs = -(-x.size // max(x.shape[1], 1)) // 32 + x.shape[0]
   if programs >= 2**31 - 1:
     return f"a GPU starts fewer than 2^31 programs, and x {[*x.shape]} would need more."

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from lajax.pallas.launch import differentiable, launch
+from lajax.pallas.launch import differentiable, float64_refusal, launch
 from lajax.pallas.tiles import inside, iota, load, store, tile_mask
 
 f32 = jnp.float32
@@ -401,8 +401,8 @@ def supports(x, weight, cache) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if jnp.float64 in (x.dtype, weight.dtype, cache.dtype):
-    return "the kernels compute in float32, and an input is float64."
+  if reason := float64_refusal(x=x, weight=weight, cache=cache):
+    return reason
   W = weight.shape[1]
   if W > MAX_WIDTH:
     return f"the kernels take a convolution over up to W = {MAX_WIDTH} tokens, and W is {W}."
