@@ -155,11 +155,11 @@ def _pass(static: _Static, inputs, packed, keep_states: bool):
   p = _forward_plan(q, v, g, packed is not None, static)
   document, edges = packed or (None, None)
   system = forward.solve_chunks(p, q, a, b, k, g, document, edges)
-  o, last, chunk_states, matrices = forward.scan_chunks(
+  o, last, chunk_states, transitions = forward.scan_chunks(
     p, system, v, g, document, edges, state, static.out, keep_states
   )
   chunk_states = None if chunk_states is None else chunk_states[:, :, :: p.multiple // p.every]
-  return (o, last), (inputs, packed, chunk_states, matrices)
+  return (o, last), (inputs, packed, chunk_states, transitions)
 
 
 def _forward(static: _Static, inputs, packed):
@@ -171,7 +171,7 @@ def _alone(static: _Static, inputs, packed):
 
 
 def _backward(static: _Static, residuals, cotangents):
-  (q, k, v, a, b, g, state), packed, chunk_states, matrices = residuals
+  (q, k, v, a, b, g, state), packed, chunk_states, transitions = residuals
   do, dlast = cotangents
   p = _plan(q, v, g, packed is not None, static)
   document, edges = packed or (None, None)
@@ -182,7 +182,7 @@ def _backward(static: _Static, residuals, cotangents):
   )
   reader, b_writer, k_writer, q_reader = decayed
   dchunk_states, dx, dstate = backward.carry_back(
-    p, reader, q_reader, b_writer, do, dread, g, document, edges, triangle, dlast, matrices
+    p, reader, q_reader, b_writer, do, dread, g, document, edges, triangle, dlast, transitions
   )
   squares, dv = backward.scores_back(
     p, k_writer, v, do, reads, dx, g, document, edges, ak_scores, qk_scores, dchunk_states

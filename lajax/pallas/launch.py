@@ -4,9 +4,9 @@ Kernels are written for Pallas' Triton lowering. Where a program is lowered for 
 than CUDA, they are interpreted: the same kernels run as ordinary JAX operations. The platform is
 that of the lowering, so a program can be compiled on one machine for a GPU that is elsewhere.
 
-Importing this module filters one warning for the whole process, by its text: from JAX 0.11 on, each
-lowering of a kernel for a GPU says that the Triton lowering is deprecated. All other warnings stay
-as they are.
+Importing this module filters one warning for the whole process, by text and category: from JAX 0.11
+on, each lowering of a kernel for a GPU says that the Triton lowering is deprecated. All other
+warnings stay as they are.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxtyping import Array
 from lajax._numerics import alike
 
 DEPRECATION = "The Pallas Triton backend is deprecated"
-warnings.filterwarnings("ignore", message=DEPRECATION)
+warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
 
 load, store = plgpu_triton.load, plgpu_triton.store
 

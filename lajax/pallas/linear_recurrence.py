@@ -195,7 +195,7 @@ def _reverse_kernel(inputs, outputs, *, interpreted: bool, p: RecurrencePlan):
     at, exists = jnp.minimum(t, p.T - 1), _exists(p, t, channels)
     store(dx_ref.at[at, :], dh, exists)
     dlog_a = u * jnp.where(t == 0, first, before)
-    if begins_ref is not None:  # what stands before belongs to another document, and may be NaN
+    if begins_ref is not None:  # h before belongs to another document, and may be NaN
       dlog_a = jnp.where(load(begins_ref.at[at]) != 0, 0.0, dlog_a)
     store(dlog_a_ref.at[at, :], dlog_a, exists)
     return u

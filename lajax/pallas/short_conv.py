@@ -296,9 +296,7 @@ class Ranks(NamedTuple):
 
   order: Int[Array, "B T"]  # place of each rank
   document: Int[Array, "B T"]  # its document: 0 for that of the cache, -1 for padding
-  ends: Int[
-    Array, "B 2"
-  ]  # number of tokens without padding, and the document of the last one; 0 if there is none
+  ends: Int[Array, "B 2"]  # number of tokens without padding, and the last one's document (or 0)
 
 
 def ranks(ids: Int[Array, "B T"]) -> Ranks:
