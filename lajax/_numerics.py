@@ -1,18 +1,11 @@
-"""Accumulation dtype, products, decays over intervals, and the triangular inverse: what every rule computes with.
-
-Everything here works on the arrays of ONE chunk of one head; drivers add the batch axes with `jax.vmap`.
-"""
-
-import functools
-from typing import NamedTuple
+"""Accumulation dtype and products: the numerical choices that all folders share."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-SUB = 16  # side of the blocks of the triangular inverse
 NEGLIGIBLE = -1e30  # a log decay below which exp is 0 in every dtype, and whose sums stay finite
 
 
@@ -35,7 +28,7 @@ def l2_normalize(x: Float[Array, "... D"], eps: float = 1e-6) -> Float[Array, ".
   return (wide * lax.rsqrt((wide * wide).sum(-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-def alike(x: Array, *others) -> Array:
+def vary_like(x: Array, *others) -> Array:
   """x, varying over the mesh axes of `jax.shard_map` that `others` vary over; its cotangent is then summed over them.
 
   What the first carry of a loop must do, and what a derivative by hand is given: a cotangent has the type of its argument.
@@ -56,14 +49,14 @@ def transposed(x: Array) -> Array:
 def row_sums(x: Float[Array, "*M K"]) -> Float[Array, "*M 1"]:
   """Sums over the last axis, as a product with ones: XLA's CPU compiler makes one loop of it, and three of a reduction."""
   return jnp.matmul(
-    x, alike(jnp.ones((x.shape[-1], 1), x.dtype), x), precision=lax.Precision.HIGHEST
+    x, vary_like(jnp.ones((x.shape[-1], 1), x.dtype), x), precision=lax.Precision.HIGHEST
   )
 
 
 def spread(x: Float[Array, "*M"], size: int) -> Float[Array, "*M K"]:
   """x in each of `size` columns, so that its cotangent is made by `row_sums`."""
   return jnp.matmul(
-    x[..., None], alike(jnp.ones((1, size), x.dtype), x), precision=lax.Precision.HIGHEST
+    x[..., None], vary_like(jnp.ones((1, size), x.dtype), x), precision=lax.Precision.HIGHEST
   )
 
 
@@ -72,262 +65,7 @@ def diagonal(x: Array, size: int) -> Float[Array, "K K"]:
   return jnp.where(np.eye(size, dtype=bool), x, jnp.zeros((), x.dtype))
 
 
-# --- decays ----------------------------------------------------------------------------------------------------------
-#
-# With alpha_t = exp(g_t), a chunk needs four products of intervals of alpha:
-#     between(i, j) = prod_{j < l <= i} alpha_l      from the write of token j to the read of token i
-#     head(i)       = prod_{l <= i} alpha_l          from the chunk's incoming state to token i
-#     tail(j)       = prod_{l > j} alpha_l           from token j to the chunk's outgoing state
-#     total         = prod_l alpha_l
-# and, for what reads the state before the token's own decay, before(i) = head(i - 1) and between(i - 1, j).
-# None is formed as a quotient, or as exp of a difference of sums: after one strong decay such a difference has lost its
-# digits. A change of segment inside an interval makes it zero; that is a mask, never a term of a sum.
-#
-# Per channel, between(i, j) would be C C K numbers. Instead, an aligned block of 2h tokens is two halves: for i in the later
-# and j in the earlier one, between(i, j) = (product from the later half's start to i) (product after j to the earlier half's
-# end). So each size h = 1, 2, 4, .. C/2 gives the scores of its pairs of halves as one product of matrices, both factors of
-# which decay. Inside blocks of 16 tokens the products over halves are exp of sums, each over its own interval, all of them
-# from one product of matrices; beyond, those over halves of size 2h follow from those of size h by one multiplication.
-
-
-class Masks(NamedTuple):
-  """Which intervals of a chunk lie inside one segment."""
-
-  between: Bool[Array, "C C"]
-  head: Bool[Array, "C"]
-  tail: Bool[Array, "C"]
-  total: Bool[Array, ""]
-
-
-def segment_masks(runs: Int[Array, "C"], run_before: Int[Array, ""]) -> Masks:
-  """The masks of a chunk, from the segment of each token and of the token before the chunk."""
-  return Masks(
-    runs[:, None] == runs[None, :], runs == run_before, runs == runs[-1], runs[-1] == run_before
-  )
-
-
-class Decay(NamedTuple):
-  """Products of decays over the intervals of one chunk, and what is computed with them.
-
-  `head`, `tail`, `before` and `total` are [C 1] and [1] for one decay a head, [C K] and [K] for one a channel.
-  """
-
-  between: Float[
-    Array, "C C"
-  ]  # one decay a head: the decays themselves; one a channel: 1 inside a segment, else 0
-  head: Float[Array, "C K"]
-  tail: Float[Array, "C K"]
-  total: Float[Array, "K"]
-  before: Float[Array, "C K"]
-  same: Bool[Array, "C C"] | None  # inside a segment; None without segments
-  small: "_Small | None"  # one a channel: the halves inside blocks of 16 tokens
-  halves: (
-    tuple  # for h = 16, 32 .. the products (from its half's start to i, after j to its half's end)
-  )
-
-  def scores(
-    self,
-    readers: Float[Array, "C R K"],
-    writers: Float[Array, "C W K"],
-    precision,
-    *,
-    careful: bool = False,
-  ) -> Float[Array, "C R C W"]:
-    """sum_c readers_irc between(i, j)_c writers_jwc for j <= i, else 0. `careful`: to be inverted."""
-    product = functools.partial(_careful_matmul if careful else jnp.matmul, precision=precision)
-    (C, R, K), W = readers.shape, writers.shape[1]
-    if self.small is None:
-      found = product(readers.reshape(-1, K), writers.reshape(-1, K).T).reshape(C, R, C, W)
-      return jnp.where(_lower(C, 0), found * self.between[:, None, :, None], 0)
-    # Of halves smaller than 8, which are too small for products of their own, masked products of 16 tokens.
-    small = self.small
-    found = product(small.decayed(readers), jnp.swapaxes(small.decayed(writers), -1, -2))
-    squares = jnp.where(small.keep(R, W), found, 0).sum(0).reshape(-1, small.side, R, small.side, W)
-    own = row_sums(readers[:, :, None] * writers[:, None]).reshape(-1, small.side, R, 1, W)
-    blocks = jnp.where(
-      np.eye(small.side, dtype=bool)[:, None, :, None], own, squares
-    )  # [C/h h R h W]
-    for n, (upto, after) in enumerate(self.halves, small.levels):
-      h = 2**n
-      later, earlier = (
-        _half(readers, n, 1) * _half(upto, n, 1),
-        _half(writers, n, 0) * _half(after, n, 0),
-      )
-      corner = product(
-        later.reshape(-1, h * R, K), jnp.swapaxes(earlier.reshape(-1, h * W, K), -1, -2)
-      )
-      blocks = _joined(blocks.reshape(-1, 2, h * R, h * W), corner)
-    return blocks.reshape(C, R, C, W) * self.between[:, None, :, None]
-
-  def scores_pullback(self, d: Float[Array, "C R C W"], readers, writers, precision):
-    """Cotangents of readers and writers from that of `scores` below the diagonal (what `d` holds elsewhere is not read)."""
-    (C, R, K), W = readers.shape, writers.shape[1]
-    product = functools.partial(jnp.matmul, precision=precision)
-    d = jnp.where(_lower(C, -1), d * self.between[:, None, :, None], 0)
-    if self.small is None:
-      d = d.reshape(C * R, C * W)
-      found = product(d, writers.reshape(-1, K)), product(transposed(d), readers.reshape(-1, K))
-      return found[0].reshape(readers.shape), found[1].reshape(writers.shape)
-    dreaders, dwriters, blocks, small = (
-      jnp.zeros_like(readers),
-      jnp.zeros_like(writers),
-      d[None],
-      self.small,
-    )
-    for n, (upto, after) in reversed(list(enumerate(self.halves, small.levels))):
-      h = 2**n
-      pair = blocks.reshape(-1, 2, h * R, 2, h * W)
-      corner, blocks = pair[:, 1, :, 0], _chosen(pair[:, :, :, 0], pair[:, :, :, 1], axis=1)
-      upto, after = _half(upto, n, 1), _half(after, n, 0)
-      later, earlier = _half(readers, n, 1) * upto, _half(writers, n, 0) * after
-      dlater = product(corner, earlier.reshape(-1, h * W, K)).reshape(later.shape) * upto
-      dearlier = (
-        product(jnp.swapaxes(corner, -1, -2), later.reshape(-1, h * R, K)).reshape(earlier.shape)
-        * after
-      )
-      dreaders, dwriters = dreaders + _unhalf(dlater, 1), dwriters + _unhalf(dearlier, 0)
-    squares = blocks.reshape(-1, small.side * R, small.side * W)
-    keep = small.keep(R, W)
-    dlater = product(jnp.where(keep, squares, 0), small.decayed(writers))
-    keep, squares = np.swapaxes(keep, -1, -2), transposed(squares)
-    dearlier = product(jnp.where(keep, squares, 0), small.decayed(readers))
-    dreaders += small.decayed_pullback(dlater, readers.shape)
-    dwriters += small.decayed_pullback(dearlier, writers.shape)
-    return lax.optimization_barrier((dreaders, dwriters))
-
-  def scores_before(
-    self, readers, writers, precision, *, careful: bool = False
-  ) -> Float[Array, "C R C W"]:
-    """sum_c readers_irc between(i - 1, j)_c writers_jwc for j < i, else 0: reading before their own token's decay."""
-    return self.inside(
-      preceding(self.scores(following(readers), writers, precision, careful=careful))
-    )
-
-  def scores_before_pullback(self, d: Float[Array, "C R C W"], readers, writers, precision):
-    """Cotangents from that of `scores_before` where j < i - 1; between neighbours stands no decay."""
-    dreaders, dwriters = self.scores_pullback(
-      following(self.inside(d)), following(readers), writers, precision
-    )
-    return preceding(dreaders), dwriters
-
-  def neighbours(self, d: Float[Array, "C ..."]) -> Float[Array, "C ..."]:
-    """d of the pairs (i + 1, i), where both are of one segment."""
-    if self.same is None:
-      return d
-    together = jnp.append(jnp.diagonal(self.same, -1), False)
-    return jnp.where(together.reshape(-1, *(1,) * (d.ndim - 1)), d, 0)
-
-  def inside(self, scores: Float[Array, "C R C W"]) -> Float[Array, "C R C W"]:
-    """Zeros between documents."""
-    return scores if self.same is None else jnp.where(self.same[:, None, :, None], scores, 0)
-
-
-class _Small(NamedTuple):
-  """Products over pairs of halves of 1, 2, 4 .. tokens, in blocks of `side` tokens, of which a chunk has M = C / side.
-
-  Of a token of the later half from the half's start to it, of one of the earlier half after it to the half's end.
-  """
-
-  products: Float[Array, "levels M side 1 K"]
-
-  @property
-  def side(self) -> int:
-    return self.products.shape[2]
-
-  @property
-  def levels(self) -> int:
-    return len(self.products)
-
-  def keep(self, R: int, W: int) -> Bool[np.ndarray, "levels 1 sideR sideW"]:
-    return _pairs_of_halves(self.levels, R, W)[:, None]
-
-  def decayed(self, x: Float[Array, "C R K"]) -> Float[Array, "levels M sideR K"]:
-    """x decayed, where `keep` has pairs for it; the rest are finite numbers."""
-    decayed = x.reshape(-1, self.side, *x.shape[1:]) * self.products
-    return decayed.reshape(*decayed.shape[:2], -1, x.shape[-1])
-
-  def decayed_pullback(self, d: Float[Array, "levels M sideR K"], shape) -> Float[Array, "C R K"]:
-    return (d.reshape(self.levels, -1, self.side, *shape[1:]) * self.products).sum(0).reshape(shape)
-
-
-# Masks are made here, not by operations of the program, which would have to be compiled.
-
-
-def _lower(C: int, k: int) -> Bool[np.ndarray, "C 1 C 1"]:
-  return np.tri(C, k=k, dtype=bool)[:, None, :, None]
-
-
-def _pairs_of_halves(levels: int, R: int, W: int) -> Bool[np.ndarray, "levels LR LW"]:
-  """Of L = 2^levels tokens, the pairs (i in the later half, j in the earlier one) of aligned blocks of 2, 4, .. L."""
-  i, h = np.arange(2**levels), 2 ** np.arange(levels)[:, None, None]
-  row, column = np.repeat(i, R)[:, None], np.repeat(i, W)[None, :]
-  return (row // h == column // h + 1) & (row // (2 * h) == column // (2 * h))
-
-
-def _intervals(side: int) -> Bool[np.ndarray, "R side"]:
-  """Which of the `side` tokens of a block are in the intervals of `_Small`, then from its start up to each, and after each."""
-  i = np.arange(side)
-  upto, after = i <= i[:, None], i > i[:, None]
-  half = i // 2 ** np.arange(side.bit_length() - 1)[:, None, None]  # [levels 1 side]
-  later = np.swapaxes(half, 1, 2) % 2 == 1
-  halves = (np.swapaxes(half, 1, 2) == half) & np.where(later, upto, after)
-  return np.concatenate([*halves, upto, after])
-
-
-def following(x: Array) -> Array:
-  """Row i is that of token i + 1; behind the last one, zeros."""
-  return _shifted(x, 0.0, (-1, 1))
-
-
-def preceding(x: Array) -> Array:
-  """Row i is that of token i - 1; before the first one, zeros."""
-  return _shifted(x, 0.0, (1, -1))
-
-
-def _shifted(x: Array, new: float, edges: tuple[int, int]) -> Array:
-  """x with so many rows of `new` more, or rows less, at its start and its end."""
-  return lax.pad(x, jnp.asarray(new, x.dtype), [(*edges, 0)] + [(0, 0, 0)] * (x.ndim - 1))
-
-
-def _careful_matmul(a: Array, b: Array, precision) -> Array:
-  """a b, summed over four parts of an inner axis of 64, then over the parts; over fewer where it is short.
-
-  What is inverted below needs it: where keys repeat and beta is 2, the error of one k . k enters every token alike, and T of
-  them add up. One running sum of 64 float32 terms is wrong by up to 2e-7, this one by a quarter of that.
-  """
-  count = min(4, -(-a.shape[-1] // 16))
-  if count == 1:
-    return jnp.matmul(a, b, precision=precision)
-  front = a.shape[:-2]  # as one axis: XLA's CPU products take no more than eight
-
-  def parts(x):
-    x = _padded(x, count)
-    return jnp.moveaxis(x.reshape(-1, x.shape[-2], count, x.shape[-1] // count), -2, 0)
-
-  b = jnp.swapaxes(parts(jnp.swapaxes(b, -1, -2)), -1, -2)
-  found = jnp.matmul(parts(a), b, precision=precision).sum(0)
-  return found.reshape(*front, *found.shape[-2:])
-
-
-def _padded(x: Array, multiple: int) -> Array:
-  """x with zeros behind its last axis, up to a multiple."""
-  missing = -x.shape[-1] % multiple
-  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
-
-
-# XLA's CPU compiler takes long over concatenations, above all over several in one, and less over a choice or padding.
-
-
-def _chosen(first: Array, second: Array, axis: int) -> Array:
-  """Two along the axis: of `first`, then of `second`. Each has two there, or one, or is a number."""
-  is_first = np.array([True, False]).reshape(-1, *(1,) * (max(first.ndim, second.ndim) - 1 - axis))
-  shape = np.broadcast_shapes(is_first.shape, first.shape, second.shape)
-  return lax.select(
-    *(jnp.broadcast_to(x, shape) for x in (is_first, first, second))
-  )  # traced faster than jnp.where
-
-
-def _joined(
+def block_lower(
   pairs: Float[Array, "M 2 A B"], corner: Float[Array, "M A B"]
 ) -> Float[Array, "M A2 B2"]:
   """[[pairs_0, 0], [corner, pairs_1]]."""
@@ -336,145 +74,3 @@ def _joined(
   return jnp.concatenate(
     [wide(pairs[:, 0], 0, B), wide(corner, 0, B) + wide(pairs[:, 1], B, 0)], axis=1
   )
-
-
-def _half(x: Array, n: int, which: int) -> Float[Array, "M h R K"]:
-  """Of each aligned pair of halves of h = 2^n tokens, the earlier (0) or later (1), of [C K] (R = 1) or [C R K]."""
-  return x.reshape(-1, 2, 2**n, x.shape[1] if x.ndim == 3 else 1, x.shape[-1])[:, which]
-
-
-def _unhalf(x: Float[Array, "M h R K"], which: int) -> Float[Array, "C R K"]:
-  """The transpose of `_half`: zeros in the other halves."""
-  pair = [x[:, None], jnp.zeros((), x.dtype)]
-  return _chosen(*(pair if which == 0 else pair[::-1]), axis=1).reshape(-1, *x.shape[2:])
-
-
-def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
-  """The decays of a chunk of `length` tokens (a power of two) from its log gates: None, [C], or [C K]."""
-  small, halves = None, ()
-  if g is None:
-    between, head = jnp.ones((length, length), dtype), jnp.ones((length, 1), dtype)
-    tail = head
-  elif g.ndim == 1:
-    between, head, tail = _decay_per_head(g)
-  else:
-    head, tail, small, halves = _decay_per_channel(g)
-    between = jnp.ones((length, length), dtype)
-  before = _shifted(head, 1.0, (1, -1))
-  if masks is None:
-    return Decay(between, head, tail, head[-1], before, None, small, halves)
-  keep = lambda mask, x: jnp.where(mask, x, 0)
-  return Decay(
-    keep(masks.between, between),
-    keep(masks.head[:, None], head),
-    keep(masks.tail[:, None], tail),
-    keep(masks.total, head[-1]),
-    keep(masks.head[:, None], before),
-    masks.between,
-    small,
-    halves,
-  )
-
-
-def _decay_per_head(g: Float[Array, "C"]) -> tuple[Array, Array, Array]:
-  """between(i, j) = exp(sum of g over j < l <= i), each sum formed as a sum of its own interval; head; tail."""
-  lower = np.tri(len(g), dtype=g.dtype)
-  terms = jnp.where(np.tri(len(g), k=-1, dtype=bool), g[:, None], 0)
-  between = jnp.where(lower > 0, jnp.exp(_sums(lower, terms)), 0)
-  head = jnp.exp(_sums(lower, g[:, None]))
-  return between, head, between[-1][:, None]
-
-
-def _sums(intervals: np.ndarray, x: Array) -> Array:
-  """Sums of rows of x over intervals, as one product; -inf is kept out of it (0 times -inf is NaN)."""
-  weights = alike(jnp.asarray(intervals, x.dtype), x)
-  return jnp.matmul(weights, jnp.maximum(x, NEGLIGIBLE), precision=lax.Precision.HIGHEST)
-
-
-def _decay_per_channel(g: Float[Array, "C K"]) -> tuple[Array, Array, _Small, tuple]:
-  """head, tail, and the products over the halves of every size."""
-  side = min(SUB, len(g))
-  products = jnp.exp(_sums(_intervals(side), g.reshape(-1, side, g.shape[-1])))
-  products = products.reshape(len(products), -1, side, 1, g.shape[-1])
-  small = _Small(jnp.swapaxes(products[:, :-2], 0, 1))
-  upto, after = (products[:, n].reshape(g.shape) for n in (-2, -1))
-  halves = []
-  while side << len(halves) < len(g):
-    h = side << len(halves)
-    halves.append((upto, after))
-    u, a = (x.reshape(-1, 2, h, x.shape[-1]) for x in (upto, after))
-    first, second = (
-      u[:, :1, -1:],
-      u[:, 1:, -1:],
-    )  # the products over the whole earlier and the whole later half
-    one = jnp.ones((), g.dtype)
-    upto, after = (
-      (u * _chosen(one, first, axis=1)).reshape(g.shape),
-      (a * _chosen(second, one, axis=1)).reshape(g.shape),
-    )
-  return upto, after, small, tuple(halves)
-
-
-def gate_pullback(
-  g,
-  ahead: Float[Array, "C K"],
-  behind: Float[Array, "C K"],
-  after: Float[Array, "C K"],
-  total: Float[Array, "K"],
-):
-  """The cotangent of g, from (cotangent times value) of everything that decays: token l's gate is in every interval that
-  begins before l and ends at or after it.
-
-  Args:
-    g: the log gates, [C] or [C K].
-    ahead: summed over the pairs (i, j < i) and head(i), by the later token i.
-    behind: the same pairs, by the earlier token j.
-    after: tail(j), by j.
-    total: the whole chunk.
-  """
-  pairs, C = jnp.stack([ahead - behind, after]), len(g)
-  if g.ndim == 1:
-    pairs, total = row_sums(pairs), row_sums(total[None])[0]
-  later, earlier = np.triu(np.ones((C, C), g.dtype)), np.tri(C, k=-1, dtype=g.dtype)
-  mask = alike(jnp.asarray(np.concatenate([later, earlier], axis=1)), pairs)
-  dg = jnp.matmul(mask, pairs.reshape(2 * C, -1), precision=lax.Precision.HIGHEST)
-  dg = dg.reshape(g.shape) + total
-  # Behind a token that forgets all, terms of later tokens cancel to nothing, up to their rounding; a caller's d(-exp x) would
-  # multiply that by g.
-  return jnp.where(jnp.exp(g) > 0, dg, 0)
-
-
-# --- the triangular inverse ------------------------------------------------------------------------------------------
-
-
-def unit_lower_inverse(
-  n: Float[Array, "C C"], precision=lax.Precision.HIGHEST
-) -> Float[Array, "C C"]:
-  """(I + n)^-1 for a strictly lower triangular n; C is a power of two.
-
-  Blocks of 16 by forward substitution, column by column; then the inverse over blocks of 2h from those of h:
-  [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]]. (The product of I + n^(2^i) is shorter, and cancels
-  catastrophically where keys repeat.)
-  """
-  C = len(n)
-  size = min(SUB, C)
-  blocks = _diagonal_blocks(n, size)
-
-  def eliminate(c, x):
-    column = lax.dynamic_slice_in_dim(blocks, c, 1, axis=2)  # zero at and above the diagonal
-    return x - column * lax.dynamic_slice_in_dim(x, c, 1, axis=1)
-
-  eye = jnp.broadcast_to(jnp.asarray(np.eye(size, dtype=n.dtype)), blocks.shape)
-  x = lax.fori_loop(0, size - 1, eliminate, alike(eye, n))
-  while size < C:
-    pair = x.reshape(-1, 2, size, size)
-    corner = _diagonal_blocks(n, 2 * size)[:, size:, :size]
-    corner = -jnp.matmul(
-      pair[:, 1], jnp.matmul(corner, pair[:, 0], precision=precision), precision=precision
-    )
-    x, size = _joined(pair, corner), 2 * size
-  return x[0]
-
-
-def _diagonal_blocks(x: Float[Array, "C C"], size: int) -> Float[Array, "N S S"]:
-  return jnp.stack([x[n : n + size, n : n + size] for n in range(0, len(x), size)])

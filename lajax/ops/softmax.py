@@ -12,7 +12,7 @@ from lajax import _shapes, pallas
 from lajax._numerics import product_precision
 from lajax.ops.run import refuse, use_kernels, without_padding
 from lajax.recurrence import attention as _softmax
-from lajax.recurrence import drive
+from lajax.recurrence.documents import blank_padding, packing
 
 DIRECT = 512  # tokens up to which the matrix of scores is made whole
 
@@ -116,19 +116,19 @@ def _cudnn_takes(q, k, v) -> bool:
 @functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "impl"))
 def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, impl):
   B, T = q.shape[:2]
-  position, runs, real = (
+  position, document, is_token = (
     jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T)),
     jnp.zeros((B, T), jnp.int32),
     None,
   )
   if segment_ids is not None:
-    run, real = drive.segments(segment_ids)
-    position, runs = jnp.cumsum(real, axis=1, dtype=jnp.int32), jnp.where(real, run, -1)
-    q, k, v, log_forget = drive.blank_padding((q, k, v, log_forget), real)
+    run, is_token = packing(segment_ids)
+    position, document = jnp.cumsum(is_token, axis=1, dtype=jnp.int32), jnp.where(is_token, run, -1)
+    q, k, v, log_forget = blank_padding((q, k, v, log_forget), is_token)
   alike_widths = q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
   plain = sink is None and log_forget is None and alike_widths and q.dtype != jnp.float64
   if impl == "auto" and plain and T <= DIRECT:
-    places = _softmax.Where(position, runs)
+    places = _softmax.Where(position, document)
     mask = None
     if segment_ids is not None or window is not None:
       mask = _softmax.visible(places, places, causal, window)[:, None]
@@ -138,15 +138,15 @@ def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, im
       o = jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=scale, is_causal=causal and mask is None
       )
-    return without_padding(o, real)
+    return without_padding(o, is_token)
   return _softmax.attend(
     q,
     k,
     v,
     q_positions=position,
     k_positions=position,
-    q_segments=runs,
-    k_segments=runs,
+    q_segments=document,
+    k_segments=document,
     causal=causal,
     window=window,
     sink=sink,
@@ -158,8 +158,10 @@ def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, im
 
 @functools.partial(jax.jit, static_argnames=("causal", "window", "scale"))
 def _by_kernels(q, k, v, sink, segment_ids, causal, window, scale):
-  runs = real = None
+  document = is_token = None
   if segment_ids is not None:
-    runs, real = drive.segments(segment_ids)
-    q, k, v = drive.blank_padding((q, k, v), real)
-  return pallas.run_attention(q, k, v, sink, runs, real, causal=causal, window=window, scale=scale)
+    document, is_token = packing(segment_ids)
+    q, k, v = blank_padding((q, k, v), is_token)
+  return pallas.run_attention(
+    q, k, v, sink, document, is_token, causal=causal, window=window, scale=scale
+  )

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu_triton
 from jaxtyping import Array
 
-from lajax._numerics import alike
+from lajax._numerics import vary_like
 
 DEPRECATION = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
@@ -122,7 +122,7 @@ def differentiable(
     return primal(static, *arrays)[0]
 
   f.defvjp(_once(forward), _once(backward))
-  return lambda static, *arrays: f(static, *jax.tree.map(lambda x: alike(x, arrays), arrays))
+  return lambda static, *arrays: f(static, *jax.tree.map(lambda x: vary_like(x, arrays), arrays))
 
 
 def _once(f: Callable) -> Callable:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lajax import _shapes
-from lajax._numerics import accumulation_dtype, alike, product_precision
+from lajax._numerics import accumulation_dtype, product_precision, vary_like
 
 BLOCK = 256  # queries and keys in a block
 
@@ -224,7 +224,7 @@ def _query_blocks(form):
     )
     sums = _gates(gates, size)
     own = None if gates is None else _blocks(gates, size)
-    begin = jax.tree.map(lambda x: alike(x, q, kv), _over_queries(start, B, size))
+    begin = jax.tree.map(lambda x: vary_like(x, q, kv), _over_queries(start, B, size))
 
     def one(block):
       q, where, n, upto, between, x = block

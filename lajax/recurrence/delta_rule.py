@@ -10,23 +10,15 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lajax._numerics import (
-  Decay,
-  Masks,
-  decay,
-  diagonal,
-  gate_pullback,
-  row_sums,
-  spread,
-  transposed,
-  unit_lower_inverse,
-)
-from lajax.recurrence.drive import Affine, Chunk, Rule, prepared
+from lajax._numerics import diagonal, row_sums, spread, transposed
+from lajax.recurrence.decays import Decay, Masks, decay, gate_pullback
 from lajax.recurrence.linear_attention import decay_state, token_decay
+from lajax.recurrence.rule import Affine, Chunk, Rule, on_raw_tokens
+from lajax.recurrence.triangle import unit_lower_inverse
 
 
-class Tokens(NamedTuple):
-  """q is already scaled; erase and write are strengths, one a head or one a channel; a write of None is as erase."""
+class DeltaTokens(NamedTuple):
+  """q is already scaled; erase and write are strengths, one a from_start or one a channel; a write of None is as erase."""
 
   q: Float[Array, "B T H K"]
   k: Float[Array, "B T H K"]
@@ -46,7 +38,7 @@ class Corrections(NamedTuple):
   g: Float[Array, "*C"] | Float[Array, "*C K"] | None
 
 
-def _corrections(x: Tokens) -> Corrections:
+def _corrections(x: DeltaTokens) -> Corrections:
   times = lambda y, strength: (
     y * (strength if y.ndim == strength.ndim else spread(strength, y.shape[-1]))
   )
@@ -75,11 +67,11 @@ def _read(before, after, x: Corrections):
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
 #
-# With X = u - (r head) S, the values that the tokens of a chunk really write are v' = T X, T = (I + N)^-1, N the scores of r
+# With X = u - (r from_start) S, the values that the tokens of a chunk really write are v' = T X, T = (I + N)^-1, N the scores of r
 # and k below the diagonal (the UT transform: Yang et al. 2024, arXiv:2406.06484, section 3.2). So v' = U - W S with
-# W = T (r head), U = T u, and with P the scores of q and k:
-#     o  = (q head) S + P v'            = (q head - P W) S + P U
-#     S' = total S + (k tail)^T v'      = (total - (k tail)^T W) S + (k tail)^T U
+# W = T (r from_start), U = T u, and with P the scores of q and k:
+#     o  = (q from_start) S + P v'            = (q from_start - P W) S + P U
+#     S' = total S + (k to_end)^T v'      = (total - (k to_end)^T W) S + (k to_end)^T U
 
 
 class _Solved(NamedTuple):
@@ -102,20 +94,20 @@ def _inverse(
 ) -> tuple[Array, Array, Array]:
   """T, W and U."""
   T, full = unit_lower_inverse(jnp.tril(N, -1)), partial(jnp.matmul, precision=precision)
-  return T, full(T, x.r * d.head), full(T, x.u)
+  return T, full(T, x.r * d.from_start), full(T, x.u)
 
 
 def _chunk(x: Corrections, masks: Masks | None, precision) -> Chunk:
   s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
-  written = transposed(x.k * s.d.tail)
+  written = transposed(x.k * s.d.to_end)
   A = diagonal(s.d.total, x.k.shape[-1]) - full(written, s.W)
-  return Chunk(A, full(written, s.U), x.q * s.d.head - full(s.P, s.W), full(s.P, s.U))
+  return Chunk(A, full(written, s.U), x.q * s.d.from_start - full(s.P, s.W), full(s.P, s.U))
 
 
 def _begin_pullback(x: Corrections, masks: Masks | None, do: Array, precision):
   s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
-  A = diagonal(s.d.total, x.k.shape[-1]) - full(transposed(x.k * s.d.tail), s.W)
-  return Affine(A, full(transposed(x.q * s.d.head - full(s.P, s.W)), do)), s
+  A = diagonal(s.d.total, x.k.shape[-1]) - full(transposed(x.k * s.d.to_end), s.W)
+  return Affine(A, full(transposed(x.q * s.d.from_start - full(s.P, s.W)), do)), s
 
 
 def _pullback(
@@ -130,15 +122,15 @@ def _pullback(
   q, k, r, d, (C, K) = x.q, x.k, x.r, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
   values = kept.U - full(kept.W, state)
-  du = full(transposed(kept.T), full(transposed(kept.P), do) + full(k * d.tail, dstate))
+  du = full(transposed(kept.T), full(transposed(kept.P), do) + full(k * d.to_end, dstate))
   readers, cotangents = (
     jnp.stack([q, r], axis=1),
     jnp.stack([do, -du], axis=1).reshape(2 * C, -1),
   )  # what reads gives
   dscores = full(cotangents, values.T).reshape(C, 2, C, 1)
   dreaders, dk_pairs = d.scores_pullback(dscores, readers, k[:, None], precision)
-  dreaders += full(cotangents, state.T).reshape(C, 2, K) * d.head[:, None]
-  dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.tail
+  dreaders += full(cotangents, state.T).reshape(C, 2, K) * d.from_start[:, None]
+  dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.to_end
   own = row_sums(do * values)
   dg = None
   if x.g is not None:
@@ -149,7 +141,7 @@ def _pullback(
   )
 
 
-rule = prepared(Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback), _corrections)
+rule = on_raw_tokens(Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback), _corrections)
 
 
 # --- read by rows ----------------------------------------------------------------------------------------------------
@@ -182,7 +174,7 @@ def _chunk_by_rows(x: Corrections, masks: Masks | None, precision) -> Chunk:
   d, K = decay(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
   scores = d.scores(x.r[:, None], x.k[:, None], precision, careful=True)
   _, W, U = _inverse(x, d, scores[:, 0, :, 0], precision)
-  A, B = (jnp.matmul(transposed(x.k * d.tail), y, precision=precision) for y in (W, U))
+  A, B = (jnp.matmul(transposed(x.k * d.to_end), y, precision=precision) for y in (W, U))
   return Chunk(diagonal(d.total, K) - A, B, _Reads(x.q, x.k, W, U, d), jnp.zeros_like(x.k))
 
 
@@ -193,7 +185,7 @@ def _respond_by_rows(x: _Reads, state: Array, precision) -> Array:
   pairs, _ = x.decay.scores_pullback(
     scores[:, None, :, None], x.k[:, None], x.k[:, None], precision
   )
-  return full(x.q, state.T) * x.decay.head + pairs[:, 0] + own
+  return full(x.q, state.T) * x.decay.from_start + pairs[:, 0] + own
 
 
 class _SolvedByRows(NamedTuple):
@@ -211,8 +203,8 @@ def _begin_pullback_by_rows(x: Corrections, masks: Masks | None, do: Array, prec
   scores = d.scores(jnp.stack([do, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
   dscores, (T, W, U) = scores[:, 0], _inverse(x, d, scores[:, 1], precision)
   dvalues = full(transposed(dscores), x.q)
-  A = diagonal(d.total, K) - full(transposed(x.k * d.tail), W)
-  D = full(transposed(do * d.head), x.q) - full(transposed(W), dvalues)
+  A = diagonal(d.total, K) - full(transposed(x.k * d.to_end), W)
+  D = full(transposed(do * d.from_start), x.q) - full(transposed(W), dvalues)
   return Affine(A, D), _SolvedByRows(d, T, W, U, dscores, dvalues)
 
 
@@ -228,17 +220,17 @@ def _pullback_by_rows(
   q, k, d, (C, K) = x.q, x.k, kept.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
   values = kept.U - full(kept.W, state)
-  du = full(transposed(kept.T), kept.dvalues + full(k * d.tail, dstate))
+  du = full(transposed(kept.T), kept.dvalues + full(k * d.to_end, dstate))
   readers, seen = jnp.stack([do, x.r], axis=1), jnp.stack([q, -du], axis=1).reshape(2 * C, -1)
   scores = full(seen, values.T).reshape(C, 2, C, 1)
   found, dk_pairs = d.scores_pullback(scores, readers, k[:, None], precision)
-  found += full(seen, state.T).reshape(C, 2, K) * d.head[:, None]
-  dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.tail
+  found += full(seen, state.T).reshape(C, 2, K) * d.from_start[:, None]
+  dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.to_end
   dg = None
   if x.g is not None:
     total = d.total * row_sums(state * dstate)[:, 0]
     dg = gate_pullback(x.g, (readers * found).sum(1), k * dk_pairs, k * dk_state, total)
-  dq = full(kept.dscores, values) + full(do * d.head, state)
+  dq = full(kept.dscores, values) + full(do * d.from_start, state)
   own = jnp.diagonal(scores[:, 0, :, 0])[:, None]
   return Corrections(dq, dk_pairs + dk_state + own * do, found[:, 1], du, dg)
 
@@ -252,4 +244,4 @@ _by_rows = Rule(
   _pullback_by_rows,
   _respond_by_rows,
 )
-by_rows = prepared(_by_rows, _corrections)
+by_rows = on_raw_tokens(_by_rows, _corrections)

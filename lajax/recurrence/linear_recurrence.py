@@ -6,37 +6,37 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from lajax._numerics import Masks
-from lajax.recurrence.drive import Affine, Chunk, Rule
+from lajax.recurrence.decays import Masks
+from lajax.recurrence.rule import Affine, Chunk, Rule
 
 
-class Tokens(NamedTuple):
+class ElementwiseTokens(NamedTuple):
   x: Float[Array, "B T 1 D"]
   log_a: Float[Array, "B T 1 D"]
 
 
-def _step(h, t: Tokens):
+def _step(h, t: ElementwiseTokens):
   h = jnp.exp(t.log_a)[:, None] * h + t.x[:, None]
   return h, h[:, 0]
 
 
-def _lift(t: Tokens) -> Affine:
+def _lift(t: ElementwiseTokens) -> Affine:
   return Affine(jnp.exp(t.log_a), t.x[:, None])
 
 
-def _read(before, after, t: Tokens):
+def _read(before, after, t: ElementwiseTokens):
   return after[:, 0]
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def _decays(t: Tokens, masks: Masks | None) -> Float[Array, "C D"]:
+def _decays(t: ElementwiseTokens, masks: Masks | None) -> Float[Array, "C D"]:
   """exp(log_a), and 0 where a document begins."""
   a = jnp.exp(t.log_a)
   if masks is None:
     return a
-  same = jnp.concatenate([masks.head[:1], jnp.diagonal(masks.between, -1)])
+  same = jnp.concatenate([masks.from_start[:1], jnp.diagonal(masks.between, -1)])
   return jnp.where(same[:, None], a, 0)
 
 
@@ -46,29 +46,31 @@ def _scan(a, x, reverse=False):
   return lax.associative_scan(join, (a, x), reverse=reverse)
 
 
-def _chunk(t: Tokens, masks: Masks | None, precision) -> Chunk:
-  head, h = _scan(_decays(t, masks), t.x)
-  return Chunk(head[-1], h[-1][:, None], head, h)
+def _chunk(t: ElementwiseTokens, masks: Masks | None, precision) -> Chunk:
+  from_start, h = _scan(_decays(t, masks), t.x)
+  return Chunk(from_start[-1], h[-1][:, None], from_start, h)
 
 
-def _begin_pullback(t: Tokens, masks: Masks | None, do, precision):
+def _begin_pullback(t: ElementwiseTokens, masks: Masks | None, do, precision):
   a = _decays(t, masks)
-  head, h = _scan(a, t.x)
-  return Affine(head[-1], (head * do).sum(0)[:, None]), (a, head, h)
+  from_start, h = _scan(a, t.x)
+  return Affine(from_start[-1], (from_start * do).sum(0)[:, None]), (a, from_start, h)
 
 
-def _pullback(t: Tokens, masks: Masks | None, kept, state, dstate, do, precision) -> Tokens:
-  a, head, h = kept
+def _pullback(
+  t: ElementwiseTokens, masks: Masks | None, kept, state, dstate, do, precision
+) -> ElementwiseTokens:
+  a, from_start, h = kept
   after = jnp.concatenate([a[1:], jnp.ones_like(a[:1])])
-  tail, dh = _scan(after, do, reverse=True)
-  dh = dh + tail * dstate[:, 0]
-  h = h + head * state[:, 0]
+  to_end, dh = _scan(after, do, reverse=True)
+  dh = dh + to_end * dstate[:, 0]
+  h = h + from_start * state[:, 0]
   before = jnp.concatenate([state[:, :1].T, h[:-1]])
-  return Tokens(dh, dh * a * before)
+  return ElementwiseTokens(dh, dh * a * before)
 
 
-def _respond(head, state, precision=None):
-  return head * state[:, 0]
+def _respond(from_start, state, precision=None):
+  return from_start * state[:, 0]
 
 
 rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback, _respond)

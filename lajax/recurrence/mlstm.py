@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lajax._numerics import NEGLIGIBLE
-from lajax.recurrence.drive import run_before, segments
+from lajax.recurrence.documents import packing, previous
 
 LARGEST = {
   4: 80.0,
@@ -30,9 +30,11 @@ def stabilise(
   i, f, m = (jnp.maximum(x, NEGLIGIBLE) for x in (i, f, m))
   first = None
   if segment_ids is not None:
-    runs, real = segments(segment_ids)
-    first = (runs != run_before(runs))[..., None]
-    i = jnp.where(real[..., None], i, NEGLIGIBLE)  # padding writes nothing and raises no maximum
+    document, is_token = packing(segment_ids)
+    first = (document != previous(document))[..., None]
+    i = jnp.where(
+      is_token[..., None], i, NEGLIGIBLE
+    )  # padding writes nothing and raises no maximum
   top = _running_maximum(i, f, m, first)
   fixed = lax.stop_gradient(top)
   before = jnp.concatenate([lax.stop_gradient(m)[:, None], fixed[:, :-1]], axis=1)
