@@ -43,9 +43,31 @@ def test_packed_documents_of_every_kind_of_values():
 
 
 def test_packed_documents_in_time_splits(splits):
-  """The same through summaries, their combination, and the replay; the last segment is shorter."""
+  """The same through summaries, their combination, and the replay."""
   assert kernels._plan(jax.ShapeDtypeStruct((10, splits.T, 20), jnp.float32))[-2:] == (11, 9)
   assert not misses(VECTOR, splits, "float32", True, cases.batch(VECTOR))
+
+
+def test_a_last_token_that_begins_a_document(monkeypatch):
+  """The last split is shorter: behind the last token neither a decay nor a document begins."""
+  monkeypatch.setattr(kernels, "LEAST", 8)
+  T = 41
+  p = kernels._plan(jax.ShapeDtypeStruct((1, T, 5), jnp.float32))
+  assert (p.S, p.L, p.ragged) == (5, 9, True)
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: np.float32(rng.standard_normal(shape))
+  arrays = {"x": draw(1, T, 5), "log_a": -abs(draw(1, T, 5)), "initial_state": draw(1, 5)}
+  ids = np.int32([[0] * (T - 1) + [1]])
+  cts = draw(1, T, 5), draw(1, 5)
+
+  def run(impl, arrays):
+    op = functools.partial(lajax.linear_recurrence, segment_ids=ids, impl=impl)
+    out, pull = jax.vjp(lambda arrays: op(**arrays), arrays)
+    return out, pull(cts)[0]
+
+  got, want = (quick_jit(functools.partial(run, impl))(arrays) for impl in ("pallas", "recurrent"))
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

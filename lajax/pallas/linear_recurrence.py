@@ -106,14 +106,14 @@ def _over_tokens(
     t = s * p.L + (p.L - 1 - n if reverse else n)
     waiting.append(row(n + AHEAD))
     y, a = y.astype(f32), jnp.exp(log_a.astype(f32))
-    if begins:
-      a = jnp.where(begins[0] != 0, 0.0, a)
+    new = begins[0] != 0 if begins else None
     if p.ragged:
       y, a = jnp.where(t < p.T, y, 0.0), jnp.where(t < p.T, a, 1.0)
+      new = None if new is None else new & (t < p.T)
 
     def decayed(x):
-      # A product with 0 alone would let NaN and inf of one document into the next.
-      return jnp.where(begins[0] != 0, 0.0, a * x) if begins else a * x
+      # A selection: a product with 0 would let NaN and inf of one document into the next.
+      return a * x if new is None else jnp.where(new, 0.0, a * x)
 
     return body(t, decayed, y, carry), *waiting
 
