@@ -350,11 +350,11 @@ def gate_cotangent(
   row, column = (iota((g.shape[0], g.shape[0]), axis) for axis in (0, 1))
   if g.ndim == 2:
     total = mask_total(document, total * jnp.exp(jnp.sum(g, axis=0)))
-    dg = sums(row <= column, late, product)
-    if early is not None:
-      dg += sums(row < column, early, product)
-    dg += sums(row > column, after, product)
-    dg += total[None, :]
+    late, after = sums(row <= column, late, product), sums(row > column, after, product)
+    if early is None:
+      dg = late + after + total[None, :]
+    else:
+      dg = late + sums(row < column, early, product) + (after + total[None, :])
   else:
     total = mask_total(document, jnp.sum(total) * jnp.exp(jnp.sum(g)))
     late, after = jnp.sum(late, axis=1)[:, None], jnp.sum(after, axis=1)[:, None]
