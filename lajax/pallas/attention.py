@@ -318,7 +318,7 @@ def supports(q, k, v, sink=None, log_forget=None) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if reason := float64_refusal(q=q, k=k, v=v, sink=sink):
+  if reason := float64_refusal(dict(q=q, k=k, v=v, sink=sink)):
     return reason
   for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
     if size > MAX_WIDTH:

@@ -43,7 +43,7 @@ def _on_supported_gpu() -> bool:
   return all(re.fullmatch(r"\d+\.\d+", version) and float(version) >= 8 for version in versions)
 
 
-def float64_refusal(**arrays: Array | None) -> str | None:
+def float64_refusal(arrays: Mapping[str, Array | None]) -> str | None:
   """Returns a sentence that names an array of float64, which the kernels do not take, or None."""
   for name, x in arrays.items():
     if x is not None and x.dtype == "float64":

@@ -329,7 +329,7 @@ def supports(x, log_a, initial_state=None) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if reason := float64_refusal(x=x, log_a=log_a, initial_state=initial_state):
+  if reason := float64_refusal(dict(x=x, log_a=log_a, initial_state=initial_state)):
     return reason
   programs = -(-x.size // max(x.shape[1], 1)) // 32 + x.shape[0]
   if programs >= 2**31 - 1:

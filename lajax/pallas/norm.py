@@ -189,7 +189,7 @@ def supports(x, weight, gate=None) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if reason := float64_refusal(x=x, weight=weight, gate=gate):
+  if reason := float64_refusal(dict(x=x, weight=weight, gate=gate)):
     return reason
   if x.shape[-1] > MAX_WIDTH:
     return f"the kernels take a norm over up to D = {MAX_WIDTH} channels, and D is {x.shape[-1]}."

@@ -185,7 +185,7 @@ def refusal(
   axes: Mapping[str, Axes],
 ) -> str | None:
   """Returns a sentence that says what these kernels do not take, or None."""
-  if reason := float64_refusal(**inputs):
+  if reason := float64_refusal(inputs):
     return reason
   if p.K > MAX_K:
     return f"the kernels take keys of up to K = {MAX_K}, and K is {p.K}."

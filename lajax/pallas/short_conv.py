@@ -399,7 +399,7 @@ def supports(x, weight, cache) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if reason := float64_refusal(x=x, weight=weight, cache=cache):
+  if reason := float64_refusal(dict(x=x, weight=weight, cache=cache)):
     return reason
   W = weight.shape[1]
   if W > MAX_WIDTH:
