@@ -72,7 +72,7 @@ def attention(
   equation 3.
   """
   arrays = {"q": (q, "B T H K"), "k": (k, "B T HK K"), "v": (v, "B T HK V")}
-  softmax.check_given(**arrays)
+  _shapes.check_given(**arrays)
   sizes = _shapes.check(
     **arrays,
     sink=(sink, "H"),
@@ -82,53 +82,63 @@ def attention(
   _shapes.check_multiple("HK", "H", sizes, ("`k` and `v`", "`q`"))
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   causal, window = softmax.check_reach(causal, window, log_forget)
-  _shapes.check_not_nan(segment_ids, log_forget=log_forget)
+  ids = _shapes.check_ids(segment_ids)
+  _shapes.check_not_nan(ids, log_forget=log_forget)
+  softmax.check_lengths(sizes, "T")
   if isinstance(scale, Tracer):
     raise ValueError(
       "`scale` must be a number known when the function is traced; got a traced array. Multiply `q`"
       " by it."
     )
-  factor = float(_shapes.scale_of(scale, sizes))
+  options = Options(causal, window, float(_shapes.scale_of(scale, sizes)), impl)
   supports = functools.partial(pallas.supports_attention, q, k, v, sink, log_forget)
   kernels = use_kernels(impl, supports, sizes)
   if kernels:
     refuse(supports())
   if 0 in q.shape or 0 in v.shape:
     return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
-  options = Options(causal, window, factor)
-  if kernels:
-    bare = window is None and sink is None and segment_ids is None
-    cudnn = impl == "auto" and bare and _cudnn_takes(q, k, v)
-    return _by_kernels(q, k, v, sink, segment_ids, options, cudnn)
-  return _attention(q, k, v, sink, log_forget, segment_ids, options, impl)
-
-
-LETTERS = dict(q="B T H K", k="B T HK K", v="B T HK V", sink="H")
+  bare = window is None and sink is None and ids is None
+  if not kernels:
+    compute = _plain
+  elif impl == "auto" and bare and _cudnn_takes(q, k, v):
+    compute = _by_cudnn
+  else:
+    compute = _by_kernels
+  return _run(q, k, v, sink, log_forget, ids, compute, options)
 
 
 class Options(NamedTuple):
-  """What is fixed when the function is compiled."""
+  """What is fixed when a call is compiled."""
 
   causal: bool
   window: int | None
   scale: float
-
-
-def _cudnn_takes(q, k, v) -> bool:
-  """Whether XLA's attention by cuDNN takes them: half precision, one width <= 128, by eights."""
-  half = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
-  return half and q.shape[-1] == v.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+  impl: str
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))
-@laid_out("B T H V", **LETTERS, log_forget="B T H", segment_ids="B T")
-def _attention(q, k, v, sink, log_forget, segment_ids, options: Options, impl):
+@laid_out(
+  "B T H V",
+  q="B T H K",
+  k="B T HK K",
+  v="B T HK V",
+  sink="H",
+  log_forget="B T H",
+  segment_ids="B T",
+)
+def _run(q, k, v, sink, log_forget, segment_ids, compute, options: Options):
+  """All array work of a call."""
+  return compute(options, q, k, v, sink, log_forget, segment_ids)
+
+
+def _plain(options: Options, q, k, v, sink, log_forget, segment_ids):
+  """Attention in plain JAX."""
   place, is_token = _placement(q, segment_ids)
   if is_token is not None:
     q, k, v, log_forget = blank_padding((q, k, v, log_forget), is_token)
   one_type = q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
-  plain = sink is None and log_forget is None and one_type and q.dtype != jnp.float64
-  if impl == "auto" and plain and q.shape[1] <= WHOLE:
+  bare = sink is None and log_forget is None and one_type and q.dtype != jnp.float64
+  if options.impl == "auto" and bare and q.shape[1] <= WHOLE:
     return without_padding(_whole(q, k, v, place, is_token is not None, options), is_token)
   return softmax.attend(
     q,
@@ -140,8 +150,10 @@ def _attention(q, k, v, sink, log_forget, segment_ids, options: Options, impl):
     k_segments=place.document,
     sink=sink,
     log_forget=log_forget,
-    **options._asdict(),
-    impl="chunked" if impl == "auto" else impl,
+    causal=options.causal,
+    window=options.window,
+    scale=options.scale,
+    impl="chunked" if options.impl == "auto" else options.impl,
   )
 
 
@@ -182,15 +194,26 @@ def _whole(q, k, v, place: softmax.Placement, packed: bool, options: Options):
   return jnp.where(finite, o, jnp.nan).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6))
-@laid_out("B T H V", **LETTERS, segment_ids="B T")
-def _by_kernels(q, k, v, sink, segment_ids, options: Options, cudnn: bool):
-  if cudnn:
-    return jax.nn.dot_product_attention(
-      q, k, v, scale=options.scale, is_causal=options.causal, implementation="cudnn"
-    )
+def _cudnn_takes(q, k, v) -> bool:
+  """Whether XLA's attention by cuDNN takes them: half precision, one width <= 128, by eights."""
+  half = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
+  return half and q.shape[-1] == v.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+
+
+def _by_cudnn(options: Options, q, k, v, *_):
+  """Attention by cuDNN."""
+  return jax.nn.dot_product_attention(
+    q, k, v, scale=options.scale, is_causal=options.causal, implementation="cudnn"
+  )
+
+
+def _by_kernels(options: Options, q, k, v, sink, _, segment_ids):
+  """Attention by this library's kernels, which have no forget gate."""
   document = is_token = None
   if segment_ids is not None:
     document, is_token = packing(segment_ids)
     q, k, v = blank_padding((q, k, v), is_token)
-  return pallas.run_attention(q, k, v, sink, document, is_token, **options._asdict())
+  causal, window, scale = options.causal, options.window, options.scale
+  return pallas.run_attention(
+    q, k, v, sink, document, is_token, causal=causal, window=window, scale=scale
+  )

@@ -15,16 +15,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes
+from lajax._meshes import laid_out
 from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision, vary_like
 
 BLOCK = 256  # queries and keys in a block
-INT32_MAX = 2**31 - 1
 
 Mask = Callable[["Placement", "Placement"], Bool[Array, "B T S"]]
 
@@ -180,54 +181,49 @@ def attend(
     "k_segments": (k_segments, "B S", "int"),
   }
   arrays = {"q": (q, "B T H K"), "k": (k, "B S HK K"), "v": (v, "B S HK V"), **placed}
-  check_given(**arrays)
+  _shapes.check_given(**arrays)
   sizes = _shapes.check(**arrays, sink=(sink, "H"), log_forget=(log_forget, "B T H"))
   _shapes.check_multiple("HK", "H", sizes, ("`k` and `v`", "`q`"))
   _shapes.check_option("impl", impl, tuple(IMPLEMENTATIONS))
   for name, (x, *_) in placed.items():
-    _check_whole(name, x)
+    _check_signed(name, x)
   causal, window = check_reach(causal, window, log_forget)
-  if log_forget is not None and sizes["T"] != sizes["S"]:
+  if log_forget is not None and sizes.T != sizes.S:
     raise ValueError(
-      f"`log_forget` needs as many keys as queries; got T = {sizes['T']} queries and"
-      f" S = {sizes['S']} keys. Put queries in front that read nothing (q_segments of -1)."
+      f"`log_forget` needs as many keys as queries; got T = {sizes.T} queries and"
+      f" S = {sizes.S} keys. Put queries in front that read nothing (q_segments of -1)."
     )
+  check_lengths(sizes, "T", "S")
   factor = _shapes.scale_of(scale, sizes)
   if 0 in q.shape or 0 in v.shape:
     return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
-  queries, keys = Placement(q_positions, q_segments), Placement(k_positions, k_segments)
-  return _attend(q, k, v, sink, log_forget, queries, keys, factor, causal, window, impl)
-
-
-def check_given(**arrays) -> None:
-  """ValueError where a required array `name=(array, letters, ..)` is None."""
-  for name, (x, letters, *_) in arrays.items():
-    if x is None:
-      raise ValueError(f"`{name}` must be an array [{letters}]; got None. Only options may be None.")
+  places = (q_positions, k_positions, q_segments, k_segments)
+  options = Options(causal, window, impl)
+  return _attend(q, k, v, sink, log_forget, *places, factor, options)
 
 
 def check_reach(causal, window, log_forget) -> tuple[bool, int | None]:
   """Returns `causal` and `window` as Python values; ValueError where they are wrong."""
-  if not isinstance(causal, bool | np.bool_):
-    raise ValueError(
-      f"`causal` must be True or False, a Python bool; got {causal!r}. It decides what is compiled,"
-      " so that an array will not do: take bool(causal) outside of jit."
-    )
-  _shapes.check_positive("window", window)
-  if window is not None and window > INT32_MAX:
-    raise ValueError(
-      f"`window` must be at most {INT32_MAX}, as positions are int32; got {window}. Use window=None"
-      " to read all tokens."
-    )
+  causal, window = _shapes.check_flag("causal", causal), _shapes.check_positive("window", window)
   if log_forget is not None and not causal:
     raise ValueError(
       "`log_forget` needs causal=True, since gates lie between a token and earlier ones;"
       " got causal=False. Leave one of them out."
     )
-  return bool(causal), None if window is None else int(window)
+  return causal, window
 
 
-def _check_whole(name: str, x) -> None:
+def check_lengths(sizes, *letters: str) -> None:
+  """NotImplementedError for a size that is a symbol of `jax.export`."""
+  for letter in letters:
+    if jax.export.is_symbolic_dim(sizes[letter]):
+      raise NotImplementedError(
+        f"attention needs a known size of axis {letter}; got the symbol {sizes[letter]}. Export one"
+        " function per length; the batch may be a symbol."
+      )
+
+
+def _check_signed(name: str, x) -> None:
   """ValueError for positions or ids that would change when they become signed JAX integers."""
   if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
     raise ValueError(
@@ -241,19 +237,52 @@ def _check_whole(name: str, x) -> None:
     )
 
 
-# All array work is one jitted function: an eager call compiles once per shape, not per call.
-@functools.partial(jax.jit, static_argnames=("causal", "window", "impl"))
-def _attend(q, k, v, sink, log_forget, queries, keys, scale, causal, window, impl):
+class Options(NamedTuple):
+  """What is fixed when a call is compiled."""
+
+  causal: bool
+  window: int | None
+  impl: str
+
+
+@functools.partial(jax.jit, static_argnums=10)
+@laid_out(
+  "B T H V",
+  q="B T H K",
+  k="B S HK K",
+  v="B S HK V",
+  sink="H",
+  log_forget="B T H",
+  q_positions="B T",
+  k_positions="B S",
+  q_segments="B T",
+  k_segments="B S",
+  scale="",
+)
+def _attend(
+  q,
+  k,
+  v,
+  sink,
+  log_forget,
+  q_positions,
+  k_positions,
+  q_segments,
+  k_segments,
+  scale,
+  options: Options,
+):
+  """All array work of a call: an eager call compiles once per shape."""
   dtype, precision = accumulation_dtype(q, k, v, sink, log_forget), product_precision(q, k, v)
   (B, T, H, _), HK, V = q.shape, k.shape[2], v.shape[-1]
   by_key_head = lambda x: x.reshape(*x.shape[:2], HK, H // HK, *x.shape[3:])
-  queries, keys = _common(queries, keys)
+  queries, keys = _common(Placement(q_positions, q_segments), Placement(k_positions, k_segments))
   q, finite = finite_rows(by_key_head(q.astype(dtype) * jnp.asarray(scale, dtype)))
-  o = IMPLEMENTATIONS[impl](
+  o = IMPLEMENTATIONS[options.impl](
     Queries(q, finite, queries),
     Keys(k.astype(dtype), v.astype(dtype), keys),
     None if log_forget is None else by_key_head(log_forget.astype(dtype)),
-    functools.partial(visible, causal=causal, window=window),
+    functools.partial(visible, causal=options.causal, window=options.window),
     _start(sink, HK, H // HK, V, dtype),
     precision,
   )
