@@ -1,12 +1,14 @@
 """A guard against a hang of jaxlib 0.10 on machines with few cores.
 
-On jaxlib 0.10.x a jitted gradient of plain batched matmuls and one scan can stop for ever at 0 % load on a
-CPU with two cores, sometimes in the first call, sometimes in a later one. jaxlib 0.11 and later do not. The
-concurrency-optimised scheduler of XLA:CPU is what hangs; without it the same programs run, no slower.
+On jaxlib 0.10.x a jitted gradient of plain batched matmuls and one scan can stop for ever at 0 %
+load on a CPU with two cores, sometimes in the first call, sometimes in a later one. jaxlib 0.11 and
+later do not. The concurrency-optimised scheduler of XLA:CPU is what hangs; without it the same
+programs run, no slower.
 
-XLA reads its flags when the CPU client is made. So importing lajax before the first JAX computation adds the
-flag in time. A program that sets XLA_FLAGS itself must do so before it imports lajax, or keep what is there:
-`os.environ["XLA_FLAGS"] += " --xla_..."`. An assignment after the import drops the flag, and nothing can
+XLA reads its flags when the CPU client is made. So importing lajax before the first JAX computation
+adds the flag in time. A program that sets XLA_FLAGS itself must do so before it imports lajax, or
+keep what is there: `os.environ["XLA_FLAGS"] += " --xla_..."`. An assignment after the import drops
+  the flag, and nothing can
 warn of it.
 """
 

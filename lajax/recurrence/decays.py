@@ -70,7 +70,7 @@ class Crossing(NamedTuple):
   """
 
   pairs: Float[Array, "C C"] | None = None
-  small: Float[Array, "levels M side K"] | None = None  # for halves of 1, 2, 4, 8 tokens
+  small: Float[Array, "M levels side K"] | None = None  # for halves of 1, 2, 4, 8 tokens
   large: tuple = ()  # [C K] for each size of halves from 16 on
 
 
@@ -112,7 +112,7 @@ class Decay(NamedTuple):
     # blocks of 16 tokens for each size.
     small = self.small
     found = product(small.decayed(readers), jnp.swapaxes(small.decayed(writers), -1, -2))
-    squares = jnp.where(small.keep(R, W), found, 0).sum(0).reshape(-1, small.side, R, small.side, W)
+    squares = jnp.where(small.keep(R, W), found, 0).sum(1).reshape(-1, small.side, R, small.side, W)
     own = row_sums(readers[:, :, None] * writers[:, None]).reshape(-1, small.side, R, 1, W)
     blocks = jnp.where(np.eye(small.side, dtype=bool)[:, None, :, None], own, squares)
     for n, (upto, after) in enumerate(self.halves, small.levels):
@@ -158,18 +158,18 @@ class Decay(NamedTuple):
       dearlier = dearlier * after
       dreaders, dwriters = dreaders + _unhalf(dlater, 1), dwriters + _unhalf(dearlier, 0)
       large.append(((earlier * dearlier).sum(2), (later * dlater).sum(2)))
-    squares = blocks.reshape(-1, small.side * R, small.side * W)
+    squares = blocks.reshape(-1, 1, small.side * R, small.side * W)
     keep = small.keep(R, W)
     dlater = product(jnp.where(keep, squares, 0), small.decayed(writers))
     keep, squares = np.swapaxes(keep, -1, -2), transposed(squares)
     dearlier = product(jnp.where(keep, squares, 0), small.decayed(readers))
     dlater, dearlier = small.decayed_pullback(dlater, R), small.decayed_pullback(dearlier, W)
-    dreaders += dlater.sum(0).reshape(readers.shape)
-    dwriters += dearlier.sum(0).reshape(writers.shape)
+    dreaders += dlater.sum(1).reshape(readers.shape)
+    dwriters += dearlier.sum(1).reshape(writers.shape)
     dreaders, dwriters = lax.optimization_barrier((dreaders, dwriters))
     if scores is None:
       return dreaders, dwriters, Crossing()
-    blocked = lambda x: x.reshape(-1, small.side, *x.shape[1:])
+    blocked = lambda x: x.reshape(-1, 1, small.side, *x.shape[1:])
     near = (dlater * blocked(readers)).sum(3) + (dearlier * blocked(writers)).sum(3)
     return dreaders, dwriters, Crossing(None, near, tuple(large[::-1]))
 
@@ -217,7 +217,7 @@ class _Small(NamedTuple):
   after the token to the half's end.
   """
 
-  products: Float[Array, "levels M side 1 K"]
+  products: Float[Array, "M levels side 1 K"]
 
   @property
   def side(self) -> int:
@@ -225,19 +225,19 @@ class _Small(NamedTuple):
 
   @property
   def levels(self) -> int:
-    return len(self.products)
+    return self.products.shape[1]
 
-  def keep(self, R: int, W: int) -> Bool[np.ndarray, "levels 1 sideR sideW"]:
-    return _pairs_of_halves(self.levels, R, W)[:, None]
+  def keep(self, R: int, W: int) -> Bool[np.ndarray, "levels sideR sideW"]:
+    return _pairs_of_halves(self.levels, R, W)
 
-  def decayed(self, x: Float[Array, "C R K"]) -> Float[Array, "levels M sideR K"]:
+  def decayed(self, x: Float[Array, "C R K"]) -> Float[Array, "M levels sideR K"]:
     """x decayed, for the pairs in `keep`; at other pairs the results are finite numbers."""
-    decayed = x.reshape(-1, self.side, *x.shape[1:]) * self.products
+    decayed = x.reshape(-1, 1, self.side, *x.shape[1:]) * self.products
     return decayed.reshape(*decayed.shape[:2], -1, x.shape[-1])
 
-  def decayed_pullback(self, d: Float[Array, "levels M sideR K"], R: int):
-    """The cotangent of x [C R K] from each size of halves: [levels M side R K]."""
-    return d.reshape(self.levels, -1, self.side, R, d.shape[-1]) * self.products
+  def decayed_pullback(self, d: Float[Array, "M levels sideR K"], R: int):
+    """The cotangent of x [C R K] from each size of halves: [M levels side R K]."""
+    return d.reshape(-1, self.levels, self.side, R, d.shape[-1]) * self.products
 
 
 # Masks are made by NumPy: operations of the program would have to be compiled.
@@ -382,7 +382,7 @@ def _decay_per_channel(g: Float[Array, "C K"]) -> tuple[Array, Array, _Small, tu
   side = min(SIDE, len(g))
   products = jnp.exp(_sums(_intervals(side), g.reshape(-1, side, g.shape[-1])))
   products = products.reshape(len(products), -1, side, 1, g.shape[-1])
-  small = _Small(jnp.swapaxes(products[:, :-2], 0, 1))
+  small = _Small(products[:, :-2])
   upto, after = (products[:, n].reshape(g.shape) for n in (-2, -1))
   halves = []
   while side << len(halves) < len(g):
@@ -450,21 +450,22 @@ def _gate_pullback_per_channel(
   to the block's end, and `whole` those over the whole block.
   """
   C, K = from_start.shape
-  levels, M, side = crossing.small.shape[:3]
+  M, levels, side = crossing.small.shape[:3]
   upto, after, whole = from_start, to_end, total[None]  # [blocks K]
   for n, (earlier, later) in reversed(list(enumerate(crossing.large, levels))):
-    into_later, out_of_earlier = (
-      _half(upto, n, 1)[:, :, 0].sum(1),
-      _half(after, n, 0)[:, :, 0].sum(1),
-    )
-    whole = whole[:, None] + _chosen(into_later[:, None], out_of_earlier[:, None], axis=1)
-    whole = whole.reshape(-1, K)
+    into_later = _half(upto, n, 1)[:, :, 0].sum(1, keepdims=True)
+    out_of_earlier = _half(after, n, 0)[:, :, 0].sum(1, keepdims=True)
+    whole = (whole[:, None] + _chosen(into_later, out_of_earlier, axis=1)).reshape(-1, K)
     upto = upto + _unhalf(later[:, :, None], 1)[:, 0]
     after = after + _unhalf(earlier[:, :, None], 0)[:, 0]
-  terms = jnp.concatenate(
-    [crossing.small, upto.reshape(1, M, side, K), after.reshape(1, M, side, K)]
+  intervals = vary_like(jnp.asarray(_intervals(side).T, total.dtype), total)
+  terms = (
+    crossing.small.reshape(M, levels * side, K),
+    upto.reshape(M, side, K),
+    after.reshape(M, side, K),
   )
-  intervals = vary_like(jnp.asarray(_intervals(side), terms.dtype), terms)
-  terms = jnp.moveaxis(terms, 0, 1).reshape(M, -1, K)
-  dg = jnp.matmul(intervals.T, terms, precision=lax.Precision.HIGHEST)
-  return (dg + whole[:, None]).reshape(C, K)
+  dg, begin = whole[:, None], 0
+  for x in terms:
+    weights = intervals[:, begin : begin + x.shape[1]]
+    dg, begin = dg + jnp.matmul(weights, x, precision=lax.Precision.HIGHEST), begin + x.shape[1]
+  return dg.reshape(C, K)
