@@ -49,6 +49,16 @@ def gradients_where_all_is_forgotten(arrays, got: cases.Result) -> dict[str, flo
   return found
 
 
+def check_dtypes(got: cases.Result, dtype: str):
+  """o has v's dtype, states are float32 at least, gradients have the dtype of their argument."""
+  wide = np.float64 if dtype == "float64" else np.float32
+  of = lambda name: cases.rounded(name, np.zeros(()), dtype).dtype
+  assert got.o.dtype == of("v")
+  assert all(x.dtype == wide for x in jax.tree.leaves(got.state))
+  for name, tree in got.gradients.items():
+    assert all(x.dtype == of(name) for x in jax.tree.leaves(tree)), f"d{name}"
+
+
 # --- every implementation, gate, dtype and kind of values -----------------------------------------
 
 
@@ -56,20 +66,19 @@ FEW = ("linear_recurrence-vector", "delta_rule-head")  # fast through every impl
 
 
 def _implementations():
-  """Fast: `chunked` in float32 for the core cases, everything for two. Slow: `chunked` in float64
-  and `associative` in float32 for all, `chunked` in bfloat16 and `recurrent` for the core cases."""
+  """Without segment ids. Fast: `chunked` in float32 for the core cases, float32 for two. Slow:
+  `chunked` in float64 for every case; bfloat16 and all of float32 for the core cases."""
   for case_id, case in CASES.items():
     core, few = case_id in cases.CORE, case_id in FEW
-    table = {(impl, dtype): few for impl in case.impls for dtype in DTYPES}
-    table |= dict.fromkeys([("chunked", "float64"), ("associative", "float32")], True)
-    table["chunked", "float32"] = True
-    table["chunked", "bfloat16"] = table["recurrent", "float32"] = core
-    del table["recurrent", "float64"]  # the reference itself
-    for (impl, dtype), wanted in table.items():
-      fast = dtype == "float32" and ((impl == "chunked" and core) or few)
-      fast |= (case_id, impl, dtype) == ("delta_rule-head", "chunked", "bfloat16")
-      if wanted:
-        yield case_id, impl, dtype, fast
+    for impl in case.impls:
+      for dtype in DTYPES:
+        main = impl == "chunked" or dtype == "float32"
+        if (impl, dtype) == ("recurrent", "float64"):  # the reference itself
+          continue
+        if few or (core and main) or (impl, dtype) == ("chunked", "float64"):
+          fast = dtype == "float32" and (few or (core and impl == "chunked"))
+          fast |= (case_id, impl, dtype) == ("delta_rule-head", "chunked", "bfloat16")
+          yield case_id, impl, dtype, fast
 
 
 @pytest.mark.parametrize(("case_id", "impl", "dtype"), parameters(_implementations()))
@@ -78,20 +87,21 @@ def test_implementation_equals_reference(case_id, impl, dtype):
   rows = cases.batch(case)
   arrays = cases.inputs(case_id, BASE, rows)
   got = cases.evaluate(case, impl, dtype, arrays)
+  check_dtypes(got, dtype)
   assert not cases.misses(case, got, base_reference(case_id, dtype, False), dtype, rows)
   assert not gradients_where_all_is_forgotten(arrays, got)
 
 
 def _packed_implementations():
-  """Fast: `chunked` in float32, for every case. Slow: other rows of values in the same layouts for
-  the core cases, and their `associative`, bfloat16 and float64."""
+  """Fast: `chunked` in float32 for every family. Slow: `associative` for every case; other rows of
+  values in the same layouts, bfloat16 and float64 for the core cases."""
   for case_id in CASES:
-    yield case_id, "chunked", "float32", 0, True
+    yield case_id, "chunked", "float32", 0, case_id in cases.FAMILIES
+    yield case_id, "associative", "float32", 0, False
     if case_id in cases.CORE:
       yield case_id, "chunked", "float32", 3, False
       yield case_id, "chunked", "bfloat16", 0, False
       yield case_id, "chunked", "float64", 0, False
-      yield case_id, "associative", "float32", 0, False
 
 
 @pytest.mark.parametrize(
@@ -173,21 +183,21 @@ LENGTHS = (1, 2, 7, 17, 63, 65)
 
 
 def _lengths():
-  """Fast: four cases, each with a length of its own. Slow: all lengths of three cases, a few of
-  the other core cases, T = 1 of all."""
+  """Fast: four cases, each with a length of its own. Slow: all lengths of three cases, a length
+  beyond one chunk of the other core cases, one token of three more families."""
   fast = {
     ("linear_recurrence-vector", 17),
     ("linear_attention-channel", 65),
     ("delta_rule-head", 63),
     ("attention-forget", 1),
   }
-  for case_id in CASES:
-    whole = case_id in ("linear_recurrence-vector", "linear_attention-channel", "delta_rule-head")
-    for T in LENGTHS if whole else (1, 7, 65) if case_id in cases.CORE else (1,):
-      yield case_id, "chunked", T, (case_id, T) in fast
-    if case_id in ("linear_recurrence-vector", "delta_rule-head", "attention-forget"):
-      yield case_id, "associative", 1, False
-      yield case_id, "associative", 63, False
+  table = {(case_id, T) for case_id in (*FEW, "linear_attention-channel") for T in LENGTHS}
+  table |= {(case_id, 65) for case_id in cases.CORE} | fast
+  table |= {(case_id, 1) for case_id in ("dplr-channel", "gated_oja-channel", "mlstm-head")}
+  for case_id, T in sorted(table):
+    yield case_id, "chunked", T, (case_id, T) in fast
+  for case_id in (*FEW, "attention-forget"):
+    yield case_id, "associative", 63, False
 
 
 @pytest.mark.parametrize(("case_id", "impl", "T"), parameters(_lengths()))
@@ -218,7 +228,7 @@ def check_shape(case_id: str, shape: Shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case_id", [id for id in cases.CORE if id != "attention-forget"])
+@pytest.mark.parametrize("case_id", [*FEW, "linear_attention-channel", "delta_rule-channel"])
 def test_a_thousand_tokens(case_id):
   check_shape(case_id, Shape(T=1000))
 
@@ -228,14 +238,6 @@ def test_forget_gates_over_blocks_of_keys():
   check_shape("attention-forget", Shape(T=600, H=1, HV=2, K=4, V=3))
 
 
-MATRIX = [
-  "linear_attention-head",
-  "linear_attention-channel",
-  "delta_rule-head",
-  "delta_rule-channel",
-]
-
-
 WIDTHS = ((60, 100), (96, 12), (256, 320))
 
 
@@ -243,36 +245,40 @@ WIDTHS = ((60, 100), (96, 12), (256, 320))
 @pytest.mark.parametrize(
   ("case_id", "widths"),
   [(id, widths) for id in ("linear_attention-channel", "delta_rule-head") for widths in WIDTHS]
-  + [
-    (id, widths)
-    for id in ("linear_attention-head", "delta_rule-channel", "dplr-channel", "gated_oja-channel")
-    for widths in WIDTHS[:1]
-  ],
+  + [(id, WIDTHS[0]) for id in ("dplr-channel", "gated_oja-channel")],
 )
 def test_any_width(case_id, widths):
   check_shape(case_id, Shape(T=70, K=widths[0], V=widths[1]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [(1, 4), (3, 6)], ids="{0[0]}x{0[1]}".format)
-@pytest.mark.parametrize("case_id", [*MATRIX, "attention-forget"])
+@pytest.mark.parametrize(
+  ("case_id", "heads"),
+  [
+    ("linear_attention-head", (1, 4)),
+    ("delta_rule-head", (3, 6)),
+    ("delta_rule-channel", (1, 4)),
+    ("attention-forget", (1, 4)),
+    ("attention-forget", (3, 6)),
+  ],
+)
 def test_any_grouping_of_heads(case_id, heads):
   check_shape(case_id, Shape(T=70, H=heads[0], HV=heads[1], K=8, V=12))
 
 
-def _chunk_sizes():
-  for case in CASES.values():
-    if case.chunked and case.id in cases.CORE:
-      for C in (16, 64, 128) if case.gate == "channel" else (16, 32, 128):  # the default apart
-        yield (
-          case.id,
-          C,
-          (case.op, case.gate, C)
-          in [("delta_rule", "head", 16), ("linear_attention", "channel", 64)],
-        )
+CHUNK_SIZES = [  # (case, chunk size, fast?); the default of each case is tested above
+  ("delta_rule-head", 16, True),
+  ("delta_rule-head", 128, False),
+  ("delta_rule-channel", 16, False),
+  ("delta_rule-channel", 128, False),
+  ("linear_attention-head", 16, False),
+  ("linear_attention-channel", 64, True),
+  ("linear_attention-channel", 128, False),
+  ("normalized_linear_attention-head", 32, False),
+]
 
 
-@pytest.mark.parametrize(("case_id", "chunk_size"), parameters(_chunk_sizes()))
+@pytest.mark.parametrize(("case_id", "chunk_size"), parameters(CHUNK_SIZES))
 def test_any_chunk_size(case_id, chunk_size):
   case = CASES[case_id]
   rows = cases.batch(case)
@@ -285,34 +291,26 @@ def test_any_chunk_size(case_id, chunk_size):
 # --- dtypes and options ---------------------------------------------------------------------------
 
 
-def _dtypes():
-  for case_id in CASES:
-    core = case_id in cases.CORE
-    for dtype, x64 in (
-      ("float32", True),
-      ("float32", False),
-      ("bfloat16", True),
-      ("bfloat16", False),
-    ):
-      if core or (dtype, x64) == ("bfloat16", True):
-        yield case_id, dtype, x64, core and (dtype, x64) == ("float32", True)
-
-
-@pytest.mark.parametrize(("case_id", "dtype", "x64"), parameters(_dtypes()))
-def test_dtypes(case_id, dtype, x64):
-  """o has v's dtype, states are float32, gradients have their input's dtype, x64 on or off."""
+@pytest.mark.parametrize(
+  ("case_id", "dtype"),
+  parameters(
+    [(case_id, "float32", True) for case_id in cases.CORE]
+    + [(case_id, "bfloat16", False) for case_id in CASES]
+  ),
+)
+def test_dtypes_with_x64(case_id, dtype):
+  """Float32 and bfloat16 arguments give the same dtypes with 64-bit mode on."""
   case = CASES[case_id]
+  drawn = cases.inputs(case_id, Shape(T=20), ("plain",))
   arrays = {
     name: jax.tree.map(lambda x, name=name: cases.rounded(name, x, dtype), x)
-    for name, x in cases.inputs(case_id, Shape(T=20), ("plain",)).items()
+    for name, x in drawn.items()
   }
   cts = jax.tree.map(lambda x: x.astype(np.float32), cases.cotangents(case, arrays))
-  with jax.enable_x64(x64):
+  with jax.enable_x64(True):
     for impl in case.impls:
-      (o, state), gradients = jax.eval_shape(cases.compiled(case, impl), arrays, None, cts)
-      assert o.dtype == arrays["x" if "x" in arrays else "v"].dtype
-      assert all(s.dtype == np.float32 for s in jax.tree.leaves(state))
-      assert jax.tree.map(lambda x: x.dtype, gradients) == jax.tree.map(lambda x: x.dtype, arrays)
+      out, gradients = jax.eval_shape(cases.compiled(case, impl), arrays, None, cts)
+      check_dtypes(cases.Result(*out, gradients), dtype)
 
 
 @pytest.mark.parametrize("impl", [pytest.param("recurrent", marks=pytest.mark.slow), "chunked"])

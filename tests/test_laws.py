@@ -20,7 +20,6 @@ import lajax
 
 BASE = Shape()
 STATEFUL = [id for id, case in CASES.items() if case.stateful]
-DECAYING = ["linear_recurrence-vector", "linear_attention-channel", "delta_rule-head"]
 
 
 def numbers(case_id: str, shape: Shape = BASE, rows=None, dtype: str = "float32") -> dict:
@@ -51,17 +50,11 @@ def op(case, impl: str, **options):
 # --- split = whole --------------------------------------------------------------------------------
 
 
-def _splits():
-  """Fast: one split for each of two cases. Slow: three splits of four, one of the others."""
-  fast = (("linear_recurrence-vector", 64), ("delta_rule-head", 63))
-  for case_id in STATEFUL:
-    for at in (1, 63, 64) if case_id in (*DECAYING, "delta_rule-channel") else (64,):
-      yield pytest.param(case_id, at, marks=() if (case_id, at) in fast else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("case_id", "at"), [*_splits()])
+@pytest.mark.parametrize(
+  ("case_id", "at"), [("linear_recurrence-vector", 64), ("delta_rule-head", 63)]
+)
 def test_split_equals_whole(case_id, at):
-  """Two calls that pass the state on against one: outputs, final state, every gradient."""
+  """Two calls in one program against one call: outputs, final state, every gradient."""
   case = CASES[case_id]
   arrays = cases.inputs(case_id, BASE)
   cts = cases.cotangents(case, arrays)
@@ -83,6 +76,33 @@ def test_split_equals_whole(case_id, at):
   )
   want = cases.reference(case, arrays, None, cts, values="float32")
   assert not cases.misses(case, cases.Result(*out, gradients), want, "float32", cases.batch(case))
+
+
+@pytest.mark.parametrize("at", [1, 63, 64])
+@pytest.mark.parametrize("case_id", cases.core_first(STATEFUL))
+def test_parts_equal_whole(case_id, at):
+  """The same for every case, by padding: each call has the base shape and a part of the tokens.
+
+  The compiled function of all packed tests serves here too. The first call is run again with the
+  cotangent of its final state, which is the second call's gradient of the initial state.
+  """
+  case = CASES[case_id]
+  arrays = cases.inputs(case_id, BASE)
+  o, state = cases.cotangents(case, arrays)
+  early = np.broadcast_to(np.arange(BASE.T) < at, (BATCH, BASE.T))
+  first, second = np.where(early, 0, -1), np.where(early, -1, 0)
+  passed_on = cases.evaluate(case, "chunked", "float32", arrays, first, (o, state)).state
+  b = cases.evaluate(
+    case, "chunked", "float32", arrays | {"initial_state": passed_on}, second, (o, state)
+  )
+  a = cases.evaluate(case, "chunked", "float32", arrays, first, (o, b.gradients["initial_state"]))
+  # Outputs and gradients of padding are 0, so the two calls' add up.
+  gradients = {
+    name: x if name == "initial_state" else x + b.gradients[name] for name, x in a.gradients.items()
+  }
+  got = cases.Result(a.o + b.o, b.state, gradients)
+  want = cases.reference(case, arrays, None, (o, state), values="float32")
+  assert not cases.misses(case, got, want, "float32", cases.batch(case))
 
 
 @pytest.mark.parametrize("case_id", cases.core_first(STATEFUL))
@@ -120,8 +140,9 @@ def test_causality(case_id):
     early[:, at:] = 0
   later = lambda x: np.concatenate([x[:, :at], x[:, at:][:, ::-1]], axis=1)
   other = {name: x if name in case.untimed else later(x) for name, x in arrays.items()}
-  a = cases.evaluate(case, "chunked", "float32", arrays, None, (early, state))
-  b = cases.evaluate(case, "chunked", "float32", other, None, (early, state))
+  ids = np.zeros((BATCH, BASE.T), np.int32)  # to share the compiled function of packed rows
+  a = cases.evaluate(case, "chunked", "float32", arrays, ids, (early, state))
+  b = cases.evaluate(case, "chunked", "float32", other, ids, (early, state))
   assert_same_bits(a.o[:, :at], b.o[:, :at])
   for name, x in a.gradients.items():
     if name not in case.untimed:
@@ -130,22 +151,20 @@ def test_causality(case_id):
       )
 
 
-FILLINGS = {
-  "noise": lambda x: 100.0 * np.cos(np.arange(x.size)).reshape(x.shape),
-  "nan": lambda x: np.full(x.shape, np.nan),
-}
-
-
-@pytest.mark.parametrize("filling", FILLINGS)
 @pytest.mark.parametrize("case_id", cases.core_first())
-def test_padding_is_inert(case_id, filling):
-  """Content of the padding, even NaN, changes no bit of the results, and gets no gradient."""
+def test_padding_is_inert(case_id):
+  """NaN and noise in the padding change no bit of the results, and get no gradient."""
   case = CASES[case_id]
   ids = cases.packed_ids(BASE.T)
   arrays = cases.inputs(case_id, BASE)
-  padding = lambda x: (ids < 0).reshape(ids.shape + (1,) * (x.ndim - 2))
-  fill = lambda x: np.where(padding(x), FILLINGS[filling](x), x)
-  other = {name: x if name in case.untimed else fill(x) for name, x in arrays.items()}
+
+  def filled(x):
+    per_token = lambda y: y.reshape(*y.shape, *(1,) * (x.ndim - 2))
+    noise = 100 * np.cos(np.arange(x.size)).reshape(x.shape)
+    filling = np.where(per_token(np.arange(BASE.T)[None] % 2 == 0), noise, np.nan)
+    return np.where(per_token(ids < 0), filling, x)
+
+  other = {name: x if name in case.untimed else filled(x) for name, x in arrays.items()}
   a = cases.evaluate(case, "chunked", "float32", arrays, ids)
   b = cases.evaluate(case, "chunked", "float32", other, ids)
   assert_same_bits(a, b)
@@ -196,11 +215,12 @@ def test_documents_do_not_touch_each_other(case_id):
 
 
 def _guarded():
-  """Fast: `chunked` for every case, the others for three."""
+  """Fast: `chunked` for every family, the other implementations for three cases."""
   for case_id, case in CASES.items():
     few = case_id in ("linear_recurrence-vector", "delta_rule-head", "attention-forget")
     for impl in case.impls:
-      marks = () if few or impl == "chunked" else pytest.mark.slow
+      fast = few or (impl == "chunked" and case_id in cases.FAMILIES)
+      marks = () if fast else pytest.mark.slow
       yield pytest.param(case_id, impl, marks=marks)
 
 
@@ -298,7 +318,7 @@ def _many(case_id: str, T: int, ids: np.ndarray):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case_id", DECAYING)
+@pytest.mark.parametrize("case_id", ["linear_recurrence-vector", "delta_rule-head"])
 def test_seventy_thousand_documents(case_id):
   """More documents than 16 bits count, of one, two or three tokens."""
   lengths = np.random.default_rng(0).choice([1, 2, 3], p=[0.9, 0.05, 0.05], size=70_000)
@@ -307,7 +327,7 @@ def test_seventy_thousand_documents(case_id):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case_id", DECAYING)
+@pytest.mark.parametrize("case_id", ["linear_recurrence-vector", "delta_rule-head"])
 def test_a_document_longer_than_65536(case_id):
   ids = np.concatenate([np.zeros(70_001, np.int32), np.ones(99, np.int32)])
   _many(case_id, len(ids), ids)
@@ -343,11 +363,15 @@ def small(case_id: str, rows=("plain", "mixed"), dtype: str = "float32") -> dict
 
 
 def _forward_modes():
-  for case_id in cases.CORE:
-    fast = case_id in ("linear_recurrence-vector", "delta_rule-head")
-    yield pytest.param(case_id, "chunked", marks=() if fast else pytest.mark.slow)
-    if fast or case_id == "attention-forget":
-      yield pytest.param(case_id, "recurrent", marks=pytest.mark.slow)
+  for case_id in ("linear_recurrence-vector", "delta_rule-head"):
+    yield pytest.param(case_id, "chunked")
+  for case_id in (
+    "linear_attention-channel",
+    "normalized_linear_attention-head",
+    "attention-forget",
+  ):
+    yield pytest.param(case_id, "chunked", marks=pytest.mark.slow)
+  yield pytest.param("delta_rule-head", "recurrent", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("case_id", "impl"), [*_forward_modes()])
@@ -376,10 +400,9 @@ def test_forward_mode_equals_reverse_mode(case_id, impl, x64):
 
 
 def _transformations():
-  for case_id in cases.CORE:
-    yield pytest.param(
-      case_id, "chunked", marks=() if case_id == "delta_rule-head" else pytest.mark.slow
-    )
+  yield pytest.param("delta_rule-head", "chunked")
+  for case_id in ("linear_recurrence-vector", "linear_attention-channel", "attention-forget"):
+    yield pytest.param(case_id, "chunked", marks=pytest.mark.slow)
   yield pytest.param("delta_rule-head", "associative", marks=pytest.mark.slow)
 
 

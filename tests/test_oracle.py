@@ -372,7 +372,12 @@ def test_recurrent_in_float64(name):
   check(name, "recurrent", "float64", stacked=True)
 
 
-@pytest.mark.parametrize("name", FILES)
+def _families_first(name: str):
+  fast = ADAPTERS[method_of(name)].case in cases.FAMILIES
+  return pytest.param(name, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", map(_families_first, FILES))
 def test_chunked_in_float32(name):
   check(name, "chunked", "float32", stacked=True)
 
