@@ -73,5 +73,5 @@ def spec_for(letters: str, axes: Mapping[str, MeshAxes]) -> PartitionSpec:
     names = (names,) if isinstance(names, str) else names or ()
     free = tuple(name for name in names if name not in used)
     used.update(free)
-    entries.append((free if len(free) > 1 else free[0]) if free else None)
+    entries.append(next(iter(free)) if len(free) == 1 else free or None)
   return PartitionSpec(*entries)

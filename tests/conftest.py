@@ -12,9 +12,9 @@ import hypothesis
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "experiments"))
-# The order matters: `no_gpu` silences an installed CUDA plug-in where there is no driver, and lajax
+# The order matters: `before_jax` silences an installed CUDA plug-in where there is no driver, and lajax
 # sets its flag against the hang of jaxlib 0.10 before the CPU client starts.
-import no_gpu  # noqa: F401, I001
+import before_jax  # noqa: F401, I001
 import lajax  # noqa: F401
 import jax
 

@@ -6,16 +6,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lajax._shapes import check, check_option
-from lajax.bidirectional import (
+from lajax.layers.features import FeatureMap, scaled_exp
+from lajax.layers.features import feature_map as _feature_map
+from lajax.layers.mixer import value_heads, value_width
+from lajax.layers.parameters import widen
+from lajax.ops.bidirectional import (
   NORMALIZATIONS,
   bidirectional_linear_attention,
   document_maximum,
   efficient_attention,
 )
-from lajax.layers.features import FeatureMap, scaled_exp
-from lajax.layers.features import feature_map as _feature_map
-from lajax.layers.mixer import value_heads, value_width
-from lajax.layers.parameters import widen
 
 
 class _Bidirectional(nnx.Module):

@@ -1,4 +1,4 @@
-"""The ops that `speed.py` times, and inputs of a usual size: decays near 1, unit keys where the op wants them."""
+"""The ops that `speed.py` times, and their inputs: decays near 1, unit keys where needed."""
 
 import dataclasses
 import functools
@@ -10,18 +10,20 @@ import numpy as np
 import lajax
 import lajax.recurrence as R
 
-STEPS = 2  # delta steps of a token in delta_product
+STEPS = 2  # delta steps per token of delta_product
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
+  """An op, a sampler of its inputs, and its step of decoding."""
+
   call: Callable[..., tuple]  # (**inputs, impl=) -> (outputs, state)
   draw: Callable[..., dict[str, np.ndarray]]  # (generator, config, T) -> inputs
   step: Callable[..., tuple] | None  # (state, **inputs without T) -> (state, output)
-  map_size: Callable[
+  transition_size: Callable[
     [Any], int
-  ]  # config -> numbers in the maps that an associative scan keeps for one token
-  meaning: str = ""  # what the name does not say
+  ]  # config -> numbers per token that an associative scan keeps
+  meaning: str = ""  # explains a name
   untimed: tuple[str, ...] = ()  # inputs without an axis T
 
 
@@ -107,29 +109,31 @@ def _mlstm(rng, c, T):
   return _qkv(rng, c, T) | gates
 
 
-_additive_map = lambda c: c.batch * c.heads * c.width * (c.value_width or c.width)
-_matrix_map = lambda c: _additive_map(c) + c.batch * c.heads * c.width * c.width
-_value_map = lambda c: _additive_map(c) + c.batch * c.heads * (c.value_width or c.width) ** 2
+_additive_size = lambda c: c.batch * c.heads * c.width * (c.value_width or c.width)
+_matrix_size = lambda c: _additive_size(c) + c.batch * c.heads * c.width * c.width
+_value_size = lambda c: _additive_size(c) + c.batch * c.heads * (c.value_width or c.width) ** 2
 _linear = functools.partial(
-  Op, lajax.linear_attention, step=R.linear_attention_step, map_size=_additive_map
+  Op, lajax.linear_attention, step=R.linear_attention_step, transition_size=_additive_size
 )
-_corrected = functools.partial(Op, lajax.delta_rule, step=R.delta_rule_step, map_size=_matrix_map)
-_low_rank = functools.partial(Op, lajax.dplr, step=R.dplr_step, map_size=_matrix_map)
+_corrected = functools.partial(
+  Op, lajax.delta_rule, step=R.delta_rule_step, transition_size=_matrix_size
+)
+_low_rank = functools.partial(Op, lajax.dplr, step=R.dplr_step, transition_size=_matrix_size)
 
 CORE: dict[str, Op] = {  # timed by default
   "linear_attention": _linear(draw=_qkv, meaning="no decay"),
-  "simple_gla": _linear(draw=_gated(_qkv, "head"), meaning="linear attention, one decay a head"),
-  "gla": _linear(draw=_gated(_qkv, "channel"), meaning="one decay a channel"),
+  "simple_gla": _linear(draw=_gated(_qkv, "head"), meaning="linear attention, one decay per head"),
+  "gla": _linear(draw=_gated(_qkv, "channel"), meaning="one decay per channel"),
   "normalized": Op(
     lajax.normalized_linear_attention,
     _positive,
     R.normalized_linear_attention_step,
-    _additive_map,
+    _additive_size,
     meaning="linear attention over q . z",
   ),
   "delta_rule": _corrected(draw=_delta),
   "gated_delta_rule": _corrected(draw=_gated(_delta, "head")),
-  "kda": _corrected(draw=_gated(_delta, "channel"), meaning="delta rule, one decay a channel"),
+  "kda": _corrected(draw=_gated(_delta, "channel"), meaning="delta rule, one decay per channel"),
   "linear_recurrence": Op(
     lajax.linear_recurrence,
     _elementwise,
@@ -149,20 +153,20 @@ OPS: dict[str, Op] = CORE | {
     functools.partial(lajax.delta_rule, beta=None),
     _gdn2,
     functools.partial(R.delta_rule_step, beta=None),
-    _matrix_map,
+    _matrix_size,
     meaning="Gated DeltaNet 2, kda with erase and write gates",
   ),
   "delta_product": Op(
     lajax.delta_product,
     _gated(_delta_product, "head"),
     R.delta_product_step,
-    lambda c: STEPS * _matrix_map(c),
-    meaning=f"{STEPS} delta steps a token, one decay a head",
+    lambda c: STEPS * _matrix_size(c),
+    meaning=f"{STEPS} delta steps per token, one decay per head",
   ),
   "gated_oja": Op(
-    lajax.gated_oja, _oja, R.gated_oja_step, _value_map, meaning="one decay a channel of the value"
+    lajax.gated_oja, _oja, R.gated_oja_step, _value_size, meaning="one decay per value channel"
   ),
-  "rwkv7": _low_rank(draw=_rwkv7, meaning="dplr, one decay a channel"),
-  "comba": _low_rank(draw=_comba, meaning="dplr, one decay a head"),
-  "mlstm": Op(lajax.mlstm, _mlstm, R.mlstm_step, _additive_map),
+  "rwkv7": _low_rank(draw=_rwkv7, meaning="dplr, one decay per channel"),
+  "comba": _low_rank(draw=_comba, meaning="dplr, one decay per head"),
+  "mlstm": Op(lajax.mlstm, _mlstm, R.mlstm_step, _additive_size),
 }

@@ -1,12 +1,12 @@
-"""The table and the figures of the recall experiments, made from the lines of results alone."""
+"""Tables and figures of the recall experiments, made from the lines of results alone."""
 
-import pathlib
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from matplotlib.figure import Figure
-from recall_mixers import MIXERS
-from recall_presets import Preset
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from recall.mixers import MIXERS
+from recall.presets import Preset
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +15,7 @@ LINES = ("-", "--", ":", "-.")
 
 
 def print_report(lines: list[dict], preset: Preset, console: Console, *, check_order: bool) -> None:
-  """The tables, what was published, and whether the order that must come out did."""
+  """Prints the tables, the published accuracies, and whether the expected order came out."""
   tables = (
     main_table(lines, published_texts(lines, preset)),
     rate_table(lines),
@@ -39,7 +39,7 @@ def print_report(lines: list[dict], preset: Preset, console: Console, *, check_o
 
 
 def order(lines: list[dict], preset: Preset) -> list[tuple[str, bool, str]]:
-  """For each mixer of the preset's expectation that was run: its name, whether it held, and the figures."""
+  """Returns (mixer, whether its expectation held, figures) for each mixer that has one."""
   found = {
     mixer: mean(best_rate(cell), "accuracy") for (mixer,), cell in group(lines, "mixer").items()
   }
@@ -55,7 +55,7 @@ def order(lines: list[dict], preset: Preset) -> list[tuple[str, bool, str]]:
 
 
 def published_texts(lines: list[dict], preset: Preset) -> dict[tuple, str]:
-  """The published figure that stands beside each row of the table, where there is one."""
+  """Returns the published accuracy for each row of the main table that has one."""
   texts = {}
   for (mixer, d_model, rows), _ in group(lines, *CELL).items():
     for published in preset.published:
@@ -67,7 +67,7 @@ def published_texts(lines: list[dict], preset: Preset) -> dict[tuple, str]:
 
 
 def group(lines: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
-  """Lines by the values of some keys of their configuration, in order of appearance."""
+  """Groups lines by the values of some keys of their configuration, in order of appearance."""
   groups: dict[tuple, list[dict]] = {}
   for line in lines:
     groups.setdefault(tuple(_hashable(line["config"][key]) for key in keys), []).append(line)
@@ -75,7 +75,7 @@ def group(lines: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
 
 
 def best_rate(lines: list[dict]) -> list[dict]:
-  """The lines of the learning rate with the best mean accuracy."""
+  """Returns the lines of the learning rate with the best mean accuracy over the seeds."""
   return max(group(lines, "learning_rate").values(), key=lambda seeds: mean(seeds, "accuracy"))
 
 
@@ -84,18 +84,22 @@ def mean(lines: list[dict], key: str) -> float:
 
 
 def spread(lines: list[dict], key: str) -> float:
-  """Standard deviation over the seeds."""
+  """Returns the standard deviation over the seeds."""
   return statistics.stdev(line[key] for line in lines) if len(lines) > 1 else 0.0
 
 
-def rows_label(rows) -> str:
-  return " ".join(f"L{length} K{pairs}" for length, pairs in rows)
+def rows_label(rows: Sequence) -> str:
+  """Describes rows: "64 tokens, 8 key-value pairs", or the range of a mixture."""
+  lengths, pairs = ([row[axis] for row in rows] for axis in (0, 1))
+  both = lambda numbers: "-".join(map(str, sorted({min(numbers), max(numbers)})))
+  mixture = "mixture: " * (len(rows) > 1)
+  return f"{mixture}{both(lengths)} tokens, {both(pairs)} key-value pairs"
 
 
 def main_table(lines: list[dict], published: dict[tuple, str]) -> Table:
-  """One row a mixer, model width and kind of rows: its best learning rate, mean ± standard deviation over the seeds."""
+  """Makes a table: one row per mixer, model width and kind of rows, at its best learning rate."""
   table = Table(
-    title="Multi-query associative recall (mean ± standard deviation over seeds, on rows never seen)"
+    title="Multi-query associative recall (mean ± standard deviation over seeds, on fresh rows)"
   )
   several_sizes = len(group(lines, "d_model", "train_rows")) > 1
   columns = [
@@ -142,7 +146,7 @@ def main_table(lines: list[dict], published: dict[tuple, str]) -> Table:
 
 
 def rate_table(lines: list[dict]) -> Table | None:
-  """Mean accuracy at every learning rate, the best of each row marked; None where there was only one rate."""
+  """Makes a table of the accuracy at every learning rate; None if there is only one."""
   rates = sorted({line["learning_rate"] for line in lines})
   if len(rates) < 2:
     return None
@@ -168,11 +172,11 @@ def rate_table(lines: list[dict]) -> Table | None:
 
 
 def test_rows_table(lines: list[dict]) -> Table | None:
-  """Accuracy on every kind of test row; None where there is only one."""
+  """Makes a table of the accuracy on every kind of held-out rows; None if there is only one."""
   names = list(dict.fromkeys(name for line in lines for name in line["accuracy_by_rows"]))
   if all(len(line["accuracy_by_rows"]) < 2 for line in lines):
     return None
-  table = Table(title="Accuracy by test rows (best learning rate)")
+  table = Table(title="Accuracy by held-out rows: L tokens, K pairs (best learning rate)")
   table.add_column("mixer", no_wrap=True)
   table.add_column("width", justify="right")
   for name in names:
@@ -187,84 +191,106 @@ def test_rows_table(lines: list[dict]) -> Table | None:
   return table
 
 
+# --- figures ---
+
+
 def styles(lines: list[dict]) -> dict[str, dict]:
-  """How each mixer of a figure is drawn: in a colour of its own, or, where there are more than ten, with a line of its own."""
+  """Returns the label, colour and line of each mixer: no two of a figure look alike."""
   mixers = {line["mixer"] for line in lines}
   present = [mixer for mixer in MIXERS if mixer in mixers]
   return {
-    mixer: dict(color=f"C{i % 10}", linestyle=LINES[i // 10 % len(LINES)])
+    mixer: dict(
+      label=MIXERS[mixer].label, color=f"C{i % 10}", linestyle=LINES[i // 10 % len(LINES)]
+    )
     for i, mixer in enumerate(present)
   }
 
 
-def accuracy_over_steps(lines: list[dict], path: pathlib.Path) -> None:
-  """One panel for each kind of rows and model width; line: mean over seeds, band: lowest to highest."""
+def accuracy_over_steps(lines: list[dict]) -> Figure:
+  """Draws one panel per kind of rows and model width: mean over the seeds, band of all seeds."""
   panels, style = group(lines, "train_rows", "d_model"), styles(lines)
-  figure, axes = _panels(len(panels))
+  figure, axes = _panels(len(panels), "Multi-query associative recall: accuracy during training")
   for axis, ((rows, d_model), panel) in zip(axes, panels.items(), strict=True):
     for (mixer,), cell in group(panel, "mixer").items():
       curves = [line["curve"] for line in best_rate(cell)]
       steps = sorted({point[0] for curve in curves for point in curve})
       at = [[_at(curve, step) for curve in curves] for step in steps]
-      axis.plot(steps, [statistics.fmean(values) for values in at], label=mixer, **style[mixer])
-      colour = style[mixer]["color"]
-      axis.fill_between(
-        steps, [min(v) for v in at], [max(v) for v in at], color=colour, alpha=0.15, linewidth=0
-      )
+      axis.plot(steps, [statistics.fmean(values) for values in at], **style[mixer])
+      low, high = [min(values) for values in at], [max(values) for values in at]
+      axis.fill_between(steps, low, high, color=style[mixer]["color"], alpha=0.15, linewidth=0)
     axis.set(
-      title=f"{rows_label(rows)}, width {d_model}",
-      xlabel="steps",
-      ylabel="accuracy",
+      title=f"{rows_label(rows)}, model width {d_model}",
+      xlabel="training steps",
+      ylabel="accuracy on held-out rows",
       ylim=(0, 1.02),
     )
     axis.grid(alpha=0.3)
   axes[0].legend(fontsize=8)
-  figure.savefig(path, dpi=150)
+  return figure
 
 
-def accuracy_against_state(lines: list[dict], path: pathlib.Path, preset: Preset) -> None:
-  """One point for each mixer, width and kind of rows; hollow: published figures, where state bytes were given."""
+def accuracy_against_state(lines: list[dict], preset: Preset) -> Figure:
+  """Draws one point per mixer and model width, in one panel per kind of rows.
+
+  Hollow points are published figures of papers that state the bytes of the state.
+  """
   panels, style = group(lines, "train_rows"), styles(lines)
-  figure, axes = _panels(len(panels))
+  figure, axes = _panels(
+    len(panels), "Multi-query associative recall: accuracy against the size of the decode state"
+  )
   for axis, ((rows,), panel) in zip(axes, panels.items(), strict=True):
+    sizes: list[float] = []
     for (mixer,), cells in group(panel, "mixer").items():
       points = [best_rate(cell) for cell in group(cells, "d_model").values()]
-      x, y = (
-        [seeds[0]["state_bytes"] for seeds in points],
-        [mean(seeds, "accuracy") for seeds in points],
-      )
-      error = [
-        [
-          value - min(line["accuracy"] for line in seeds)
-          for value, seeds in zip(y, points, strict=True)
-        ],
-        [
-          max(line["accuracy"] for line in seeds) - value
-          for value, seeds in zip(y, points, strict=True)
-        ],
-      ]
-      axis.errorbar(x, y, yerr=error, marker="o", label=mixer, capsize=3, **style[mixer])
+      x = [seeds[0]["state_bytes"] for seeds in points]
+      y = [mean(seeds, "accuracy") for seeds in points]
+      all_seeds = [[line["accuracy"] for line in seeds] for seeds in points]
+      below = [value - min(seeds) for value, seeds in zip(y, all_seeds, strict=True)]
+      above = [max(seeds) - value for value, seeds in zip(y, all_seeds, strict=True)]
+      axis.errorbar(x, y, yerr=[below, above], marker="o", capsize=3, **style[mixer])
+      sizes += x
     for published in preset.published:
       for mixer, figures in published.accuracy.items() if published.axis == "state_bytes" else ():
         colour = style[mixer]["color"] if mixer in style else "0.5"
-        values, label = [float(text) for text in figures.values()], f"{mixer} (published)"
-        axis.plot(list(figures), values, "o--", fillstyle="none", color=colour, label=label)
+        values, label = [float(text) for text in figures.values()], MIXERS[mixer].label
+        published_style = dict(fillstyle="none", color=colour, label=f"{label} (published)")
+        axis.plot(list(figures), values, "o--", **published_style)
+        sizes += figures
     axis.set(
       title=rows_label(rows),
-      xlabel="bytes of decode state, one row",
-      ylabel="accuracy",
+      xlabel="bytes of decode state per row",
+      ylabel="accuracy on held-out rows",
       xscale="log",
       ylim=(0, 1.05),
     )
-    axis.grid(alpha=0.3, which="both")
+    _ticks_in_bytes(axis, sizes)
+    axis.grid(alpha=0.3)
   axes[0].legend(fontsize=8)
-  figure.savefig(path, dpi=150)
+  return figure
 
 
-def _panels(count: int):
+def _ticks_in_bytes(axis, sizes: Sequence[float]) -> None:
+  """Labels a few powers of two on a logarithmic axis, far enough apart not to touch."""
+  low, high = min(sizes) / 2, max(sizes) * 2
+  axis.set_xlim(low, high)
+  powers = [2**n for n in range(60) if low <= 2**n <= high]
+  axis.xaxis.set_major_locator(FixedLocator(powers[:: -(-len(powers) // 6)]))
+  axis.xaxis.set_minor_locator(NullLocator())
+  axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: bytes_label(size)))
+
+
+def bytes_label(size: float) -> str:
+  for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    if size >= scale:
+      return f"{size / scale:g} {unit}"
+  return f"{size:g} B"
+
+
+def _panels(count: int, title: str):
   columns = min(count, 4)
   rows = -(-count // columns)
-  figure = Figure(figsize=(1 + 5 * columns, 4 * rows), layout="constrained")
+  figure = Figure(figsize=(2 + 5 * columns, 0.4 + 4 * rows), layout="constrained")
+  figure.suptitle(title)
   axes = figure.subplots(rows, columns, squeeze=False).flatten()
   for axis in axes[count:]:
     axis.remove()
@@ -272,12 +298,9 @@ def _panels(count: int):
 
 
 def _at(curve: list, step: int) -> float:
-  """A run that stopped early keeps its last accuracy."""
-  return (
-    [accuracy for at, accuracy, _ in curve if at <= step][-1]
-    if curve[0][0] <= step
-    else curve[0][1]
-  )
+  """Returns the accuracy at a step; a run that stopped early keeps its last accuracy."""
+  before = [accuracy for at, accuracy, _ in curve if at <= step]
+  return before[-1] if before else curve[0][1]
 
 
 def _hashable(value):

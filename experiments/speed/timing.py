@@ -1,4 +1,4 @@
-"""How `speed.py` times: the rows of its table, compiled programs and their memory, rounds, decoding, scaling."""
+"""Timing of ops: rows of the table, compiled programs, rounds, decoding, scaling."""
 
 import dataclasses
 import functools
@@ -14,27 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from speed_baselines import ASSOCIATIVE_SCAN, PLAIN, QUADRATIC, TOKEN_SCAN, Baseline, TorchTimer
-from speed_cases import OPS
-from speed_config import FORMS, Config, platform
+from speed.baselines import ASSOCIATIVE_SCAN, PLAIN, QUADRATIC, TOKEN_SCAN, Baseline, TorchTimer
+from speed.cases import OPS
+from speed.config import IMPLS, Config, platform
 
-MAPS_MIB = 64  # forms that keep a map for every token are timed at as many tokens as fit in this
-PATIENCE = 6.0  # seconds: no longer sequence is tried for an op once one run takes more than a quarter of this
+# Programs that keep a transition per token are timed at fewer tokens, so that these fit in this.
+TRANSITIONS_MIB = 64
+# Seconds. Scaling tries no longer sequence once one run of an op takes more than a quarter of this.
+PATIENCE = 6.0
 CALLS = 10  # decode steps timed together
-DECODE_ROUNDS = 40  # for each of the config's
+DECODE_ROUNDS = 40  # rounds of decoding per round of the configuration
 POOL = 64  # different tokens that a decoded sequence is made of
 
 
 @dataclasses.dataclass
 class Row:
-  """One op in one form, or one baseline, at so many tokens; the figures are None where it cannot run."""
+  """An op in one implementation, or a baseline. Figures are None where it cannot run."""
 
   op: str
   name: str
   length: int
   baseline: Baseline | None = None
-  forward: list[float] | None = None  # seconds, one a round
-  both: list[float] | None = None
+  forward: list[float] | None = None  # seconds, one per round
+  both: list[float] | None = None  # forward+backward
   ratio: float | None = None
   compile_seconds: float | None = None
   temp_mib: float | None = None
@@ -42,7 +44,7 @@ class Row:
   why_not: str = ""
 
   def as_line(self) -> dict:
-    kind = "form" if self.baseline is None else "baseline"
+    kind = "implementation" if self.baseline is None else "baseline"
     times = {"forward_ms": milliseconds(self.forward), "both_ms": milliseconds(self.both)}
     rounds = {"forward_seconds": self.forward, "both_seconds": self.both}
     names = ("ratio", "compile_seconds", "temp_mib", "why_not")
@@ -55,7 +57,7 @@ def milliseconds(seconds: list[float] | None) -> float | None:
 
 
 def plan(config: Config, others: dict[str, dict[str, Baseline]]) -> list[Row]:
-  """The rows: of each op the forms, then its baselines, then at fewer tokens what keeps a map for every token."""
+  """Returns the rows of each op: implementations, baselines, and those at fewer tokens."""
   rows = []
   for op in config.ops:
     baselines = {} if config.no_baselines else PLAIN[op] | others.get(op, {})
@@ -64,7 +66,7 @@ def plan(config: Config, others: dict[str, dict[str, Baseline]]) -> list[Row]:
         name: baseline for name, baseline in baselines.items() if name != ASSOCIATIVE_SCAN
       }
     short = short_length(config, op)
-    names: list[tuple[str, Baseline | None]] = [(form, None) for form in config.forms or FORMS]
+    names: list[tuple[str, Baseline | None]] = [(impl, None) for impl in config.forms or IMPLS]
     names += baselines.items()
     few = [(name, baseline) for name, baseline in names if needs_short(op, name)]
     if short == config.length or not few:
@@ -87,16 +89,16 @@ def reference_of(op: str) -> str:
 
 
 def needs_short(op: str, name: str) -> bool:
-  """Whether this keeps a map for every token or, as attention query by query, takes very long."""
+  """Returns whether a row is timed at fewer tokens, since it needs much memory or time."""
   return name in ("associative", ASSOCIATIVE_SCAN) or (op, name) == ("attention", "recurrent")
 
 
 def short_length(config: Config, op: str) -> int:
-  """As many tokens, halving, as an associative scan's maps fit in MAPS_MIB for; of attention a quarter."""
+  """Halves the tokens until the transitions of an associative scan fit; a quarter for attention."""
   T = config.length
   if op == "attention":
     return max(1, T // 4)
-  while T > 64 and 4 * T * OPS[op].map_size(config) > MAPS_MIB * 2**20:
+  while T > 64 and 4 * T * OPS[op].transition_size(config) > TRANSITIONS_MIB * 2**20:
     T //= 2
   return T
 
@@ -113,7 +115,11 @@ def loss_of(result) -> jax.Array:
 
 
 class JaxProgram:
-  """The compiled forward pass, and loss with all gradients, of one function of an op's inputs."""
+  """A function of an op's inputs, compiled as forward pass and as loss with all gradients.
+
+  `twin` is the program among `same_as` with the same text, if there is one. It is then not compiled
+  again.
+  """
 
   def __init__(
     self,
@@ -149,7 +155,7 @@ class JaxProgram:
 
 
 def measure(config: Config, rows: Sequence[Row], console: Console) -> list[Row]:
-  """Compiles every row's programs, runs each once, then in rounds; fills the rows' figures."""
+  """Compiles the programs of every row, runs each once, then in rounds. Fills the figures."""
   timed: dict[int, Any] = {}  # by the row's place
   twins: list[tuple[Row, Row]] = []
   with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -174,9 +180,8 @@ def measure(config: Config, rows: Sequence[Row], console: Console) -> list[Row]:
         continue
       try:
         row.loss = program.both()
-      except (
-        RuntimeError
-      ) as error:  # code of other libraries that writes in place cannot be differentiated
+      except RuntimeError as error:
+        # Code of other libraries that writes in place cannot be differentiated.
         if not isinstance(program, TorchTimer):
           raise
         row.why_not = f"no gradients: {str(error).splitlines()[0]}"
@@ -211,21 +216,22 @@ def build(config: Config, row: Row, earlier: Iterable[JaxProgram]) -> "JaxProgra
   if row.baseline.library == "torch":
     return TorchTimer(row.baseline.call, inputs, platform())
   half = config.dtype in ("bfloat16", "float16")
-  with jax.default_matmul_precision(
-    "default" if half else "highest"
-  ):  # as lajax computes: no tf32 for float32
+  # As lajax computes: float32 products without tf32.
+  with jax.default_matmul_precision("default" if half else "highest"):
     return JaxProgram(row.baseline.call, inputs)
 
 
-SHORT = 0.25  # seconds
-BURST = 0.05
+SHORT = 0.25  # seconds: shorter runs are repeated
+BURST = 0.05  # seconds of runs in succession on a GPU
 
 
 def seconds_of(run: Callable[[int], Any], on_gpu: bool) -> float:
-  """Wall time of one run.
+  """Returns the wall time of one run.
 
-  Of a short one it is that of the second of two in succession, which finds its memory as a training loop does; on a GPU, the
-  mean of as many in succession as take BURST, so that what starting one costs the CPU is hidden.
+  A short run is repeated at once, and the second time counts: it finds its memory as a training
+    loop does. On a GPU the
+  time is the mean over as many runs in succession as take BURST, so that starting one run hides
+  behind another.
   """
   taken = _timed(run, 1)
   if taken < SHORT:
@@ -252,7 +258,7 @@ def ratio(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def decode(config: Config) -> list[dict]:
-  """Time of one `lajax.recurrence.*_step` from the states after so many tokens, by op and position."""
+  """Times one `lajax.recurrence.*_step` for each op, from the state at each position."""
   lines = []
   for name in config.ops:
     op = OPS[name]
@@ -292,7 +298,7 @@ def _one_step(step: Callable, state, token):
 
 
 def _many_steps(step: Callable, state, pool, shared, count):
-  """The state after so many tokens, taken from a pool in turn."""
+  """Returns the state after `count` tokens, which are taken from a pool in turn."""
 
   def body(n, state):
     token = {
@@ -308,7 +314,10 @@ def _zeros(shapes):
 
 
 def scaling(config: Config, console: Console) -> list[dict]:
-  """Forward+backward of the chunked form, by op and number of tokens, and the slope of log time over log tokens."""
+  """Times forward+backward of the chunked implementation for each op and number of tokens.
+
+  The slope is that of log time against log tokens: 1 is linear.
+  """
   lines, on_gpu = [], platform() == "gpu"
   with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
     task = progress.add_task("scaling", total=len(config.ops))

@@ -1,7 +1,9 @@
-"""Published settings of multi-query associative recall, and the figures that were published for them.
+"""Published settings of multi-query associative recall, and the accuracies published for them.
 
-What a paper does not say stands in the preset's `unstated`. In all of them the model is this repository's, a short gated
-convolution and one mixer, rows are drawn fresh instead of from a pool of 100,000, and there is no dropout.
+`unstated` of a preset says which settings are ours because the paper does not state them. All
+presets differ from the papers in three ways: the model is this repository's (a short gated
+convolution and one mixer), rows are drawn fresh instead of from a pool of 100,000, and there is no
+dropout.
 """
 
 import dataclasses
@@ -9,29 +11,28 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-  """Accuracies of one paper: by model width (`d_model`), by row length (`length`), or by bytes of state (`state_bytes`)."""
+  """Accuracies of one paper."""
 
   source: str
-  axis: str
-  accuracy: dict[str, dict[float, str]]
-  length: int | None = None  # of the rows they hold for; None: all
+  axis: str  # "d_model", "length" (tokens per row) or "state_bytes"
+  accuracy: dict[str, dict[float, str]]  # mixer -> value on the axis -> accuracy as printed
+  length: int | None = None  # the only length of rows that the figures are for; None: any
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-  """Flags and their values, what the paper leaves open, and what came out there."""
+  """Values of the flags, settings that the paper leaves open, and the paper's accuracies."""
 
   flags: dict
   unstated: str = ""
   published: tuple[Published, ...] = ()
-  at_least: dict[str, float] = dataclasses.field(
-    default_factory=dict
-  )  # what must come out, by mixer
+  # Accuracies that must come out, by mixer.
+  at_least: dict[str, float] = dataclasses.field(default_factory=dict)
   below: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def log_space(low: float, high: float, count: int) -> tuple[float, ...]:
-  """Powers of ten at even distances, to three digits."""
+  """Returns powers of ten with evenly spaced exponents, to three digits."""
   return tuple(float(f"{10 ** (low + (high - low) * i / (count - 1)):.3g}") for i in range(count))
 
 

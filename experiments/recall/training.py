@@ -1,8 +1,6 @@
-"""Trains one recall model: one program for all seeds and learning rates of a mixer, fresh rows in every step."""
+"""Trains a recall model: one compilation for all seeds and learning rates of a mixer."""
 
-import dataclasses
 import functools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -11,72 +9,28 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from recall_mixers import MIXERS, Sizes
+from recall.mixers import MIXERS, Sizes
+from recall.runs import Run
 
 from lajax.models import GatedShortConv, RecallModel, recall_loss
 from lajax.tasks import mqar
 
-HELD_OUT = 2**31 - 1  # the seed of the rows a model is scored on
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """Everything that decides the result of one training run; it is written with the result, and identifies it."""
-
-  mixer: str
-  seed: int
-  learning_rate: float
-  d_model: int
-  num_heads: int
-  key_width: int
-  value_width: int
-  output_gate: bool
-  vocab_size: int
-  train_rows: tuple[
-    tuple[int, int], ...
-  ]  # (length, pairs) of the rows trained on, mixed by `shares`
-  test_rows: tuple[tuple[int, int], ...]  # (length, pairs) of the rows scored on
-  shares: tuple[float, ...]
-  filler: str
-  power: float
-  batch: int
-  steps: int
-  schedule: str
-  weight_decay: float
-  clip: float | None
-  eval_every: int
-  eval_rows: int
-  stop_at: float | None
-  stop_checks: int
-  task: str = "mqar"
-
-  @property
-  def program(self) -> "Run":
-    """What has to be compiled: all but the seed and the learning rate."""
-    return dataclasses.replace(self, seed=0, learning_rate=0.0)
-
-  def as_json(self) -> dict:
-    """As it stands in a line of results."""
-    return json.loads(json.dumps(dataclasses.asdict(self)))
-
-  @property
-  def longest(self) -> int:
-    return max(length for length, _ in (*self.train_rows, *self.test_rows))
+HELD_OUT = 2**31 - 1  # the seed of the held-out rows
 
 
 def build(run: Run, rngs: nnx.Rngs) -> RecallModel:
-  """A short gated convolution and one mixer."""
+  """Returns a model of two layers: a short gated convolution and the mixer."""
   sizes = Sizes(
     run.d_model, run.num_heads, run.key_width, run.value_width, run.longest, run.output_gate
   )
-  mixer = MIXERS[run.mixer](sizes)
+  mixer = MIXERS[run.mixer].make(sizes)
   return RecallModel(
     run.vocab_size, run.d_model, [functools.partial(GatedShortConv, run.d_model), mixer], rngs=rngs
   )
 
 
 def measure(run: Run) -> dict[str, int]:
-  """Number of parameters, and bytes of the decode state of one row: every array of the real state, caches included."""
+  """Returns the number of parameters, and the bytes of the decode state of one row with caches."""
 
   def shapes():
     model = build(run, nnx.Rngs(0))
@@ -90,7 +44,7 @@ def measure(run: Run) -> dict[str, int]:
 
 
 def schedule(run: Run) -> optax.Schedule:
-  """The learning rate over its peak."""
+  """Returns the learning rate at each step, as a fraction of its peak."""
   if run.schedule == "cosine":
     return optax.cosine_decay_schedule(1.0, run.steps)
   warmup = max(1, round(0.1 * run.steps))
@@ -98,7 +52,7 @@ def schedule(run: Run) -> optax.Schedule:
 
 
 class Program:
-  """The compiled steps and scores of a model; `train` runs them for one seed and learning rate."""
+  """Compiled steps and scores of a model; `train` runs them for one seed and learning rate."""
 
   def __init__(self, run: Run):
     started = time.perf_counter()
@@ -142,7 +96,10 @@ class Program:
     return recall_loss(model, *self._rows(rows, key, self.run.batch), count=rows[1])[0]
 
   def _train_block(self, carry, key, learning_rate, count):
-    """`count` steps, each on fresh rows; in a mixture, of one kind that is drawn for it. Returns the mean loss too."""
+    """Takes `count` steps on fresh rows, and returns their mean loss too.
+
+    In a mixture, each step draws the kind of its rows.
+    """
     branches = [
       jax.value_and_grad(functools.partial(self._loss, rows)) for rows in self.run.train_rows
     ]
@@ -161,7 +118,7 @@ class Program:
     return carry, total / count
 
   def _score(self, rows, model, key):
-    """Accuracy and all-correct rate over `eval_rows` rows, a batch at a time."""
+    """Returns accuracy and all-correct rate over `eval_rows` rows, computed batch by batch."""
     batch = min(self.run.batch, self.run.eval_rows)
     model = nnx.merge(self.graph, *model)
 
@@ -173,7 +130,7 @@ class Program:
     return accuracy.mean(), whole.mean()
 
   def score(self, carry, fold: int) -> dict[str, tuple[float, float]]:
-    """Accuracy and all-correct rate on held-out rows, by kind of row."""
+    """Returns accuracy and all-correct rate on held-out rows, by kind of rows."""
     key = jax.random.fold_in(jax.random.key(HELD_OUT), fold)
     scores = [jax.device_get(score(carry[:2], key)) for score in self._scores]
     return {
@@ -184,7 +141,7 @@ class Program:
   def train(
     self, seed: int, learning_rate: float, on_progress: Callable[[int, float, float], None]
   ) -> dict:
-    """Trains until the steps are done or the held-out rows are answered; the metrics of one line of results."""
+    """Trains until the steps are taken or the held-out rows are answered. Returns the metrics."""
     run, carry = self.run, self._init(jax.random.key(seed))
     key = jax.random.fold_in(jax.random.key(seed), 1)
     curve, wall, cpu, taken = [], 0.0, 0.0, 0
@@ -201,7 +158,7 @@ class Program:
       on_progress(taken, curve[-1][1], loss)
       if not math.isfinite(loss) or _saturated(curve, run):
         break
-    final = self.score(carry, 1)  # rows that decided nothing
+    final = self.score(carry, 1)  # fresh rows: those of fold 0 decided when to stop
     return dict(
       accuracy=_mean(final, 0),
       all_correct=_mean(final, 1),

@@ -1,27 +1,27 @@
-"""What `speed.py` prints: forms and baselines with notes, decoding, and time over the number of tokens."""
+"""Tables of `speed.py`: ops with notes, decoding, scaling, compile times of layers."""
 
 import itertools
 import statistics
 from collections.abc import Sequence
 
 from rich.table import Table
-from speed_cases import OPS
-from speed_config import Config, describe_device
-from speed_timing import MAPS_MIB, Row, milliseconds
+from speed.cases import OPS
+from speed.config import Config, describe_device
+from speed.timing import TRANSITIONS_MIB, Row, milliseconds
 
 
-def forms_table(config: Config, rows: Sequence[Row]) -> Table:
+def ops_table(config: Config, rows: Sequence[Row]) -> Table:
   value_width = config.value_width or config.width
   sizes = (
     f"batch {config.batch}, {config.heads} heads, K {config.width}, V {value_width}, {config.dtype}"
   )
   table = Table(title=f"Speed: {sizes}; {describe_device()}; median of {config.repeats} rounds")
-  for name in ("op", "form or baseline"):
+  for name in ("op", "implementation or baseline"):
     table.add_column(name, no_wrap=True)
   for name in (
     "tokens",
     "forward ms",
-    "f+b ms",
+    "fwd+bwd ms",
     "lowest - highest",
     "ratio",
     "compile s",
@@ -47,19 +47,20 @@ def forms_table(config: Config, rows: Sequence[Row]) -> Table:
 
 
 def notes(config: Config, rows: Sequence[Row]) -> list[str]:
-  """What the table cannot say."""
+  """Returns sentences on the table: ops, columns, rows without times, losses that differ."""
   found = [f"{name}: {OPS[name].meaning}." for name in config.ops if OPS[name].meaning]
   found = [" ".join(found)] if found else []
   found.append(
-    "f+b: loss sum(o o) + sum(state state) and the gradients of all inputs. ratio: f+b of the naive token scan "
-    "(attention: of the quadratic softmax) at the same tokens over the row's, so larger is faster. "
-    "compile and temp: of f+b."
+    "fwd+bwd: forward+backward of the loss sum(o o) + sum(state state) with the gradients of all "
+    "inputs; compile and temp are its compile time and temporary memory. ratio: the time of the "
+    "naive token scan (for attention, of the quadratic softmax) at as many tokens, divided by the "
+    "row's: larger is faster."
   )
   if any(row.both and row.length != config.length for row in rows):
     found.append(
-      f"Rows of fewer than {config.length} tokens: associative scans, which keep a map for every token, where all maps "
-      f"exceed {MAPS_MIB} MiB; attention's recurrent form, which reads all keys for each query. "
-      f"Not timed at {config.length}."
+      f"Rows of fewer than {config.length} tokens: associative scans keep a transition for every "
+      f"token, and are timed where these fit in {TRANSITIONS_MIB} MiB; recurrent attention reads "
+      "all keys for each query."
     )
   for why, group in itertools.groupby(
     sorted(rows, key=lambda row: row.why_not), key=lambda row: row.why_not
@@ -77,13 +78,14 @@ def notes(config: Config, rows: Sequence[Row]) -> list[str]:
     ]
     if odd:
       found.append(
-        f"{op} at {T} tokens: these losses differ from {next(iter(losses))}'s {first:.6g}: {', '.join(odd)}"
+        f"{op} at {T} tokens: these losses differ from {next(iter(losses))}'s {first:.6g}: "
+        f"{', '.join(odd)}"
       )
   return found
 
 
 def decode_table(config: Config, lines: list[dict]) -> Table:
-  table = Table(title=f"Decoding one token, µs (state donated; {describe_device()})")
+  table = Table(title=f"Decoding one token: µs per token (state donated; {describe_device()})")
   table.add_column("op", no_wrap=True)
   for position in config.positions:
     table.add_column(f"at position {position:,}", justify="right")
@@ -98,7 +100,7 @@ def decode_table(config: Config, lines: list[dict]) -> Table:
 
 def scaling_table(config: Config, lines: list[dict], memory_kept: bool) -> Table:
   memory = "; freed memory stays in the process" if memory_kept else ""
-  table = Table(title=f"Chunked form, forward+backward, µs a token ({describe_device()}{memory})")
+  table = Table(title=f"Chunked, forward+backward: µs per token ({describe_device()}{memory})")
   table.add_column("op", no_wrap=True)
   lengths = sorted(set(config.lengths))
   for T in lengths:
@@ -106,7 +108,17 @@ def scaling_table(config: Config, lines: list[dict], memory_kept: bool) -> Table
   table.add_column("slope of log time over log tokens", justify="right")
   for op, group in itertools.groupby(lines, key=lambda line: line["op"]):
     group = list(group)
-    a_token = {line["length"]: 1e3 * line["both_ms"] / line["length"] for line in group}
+    per_token = {line["length"]: 1e3 * line["both_ms"] / line["length"] for line in group}
     slope = "-" if group[0]["slope"] is None else f"{group[0]['slope']:.3f}"
-    table.add_row(op, *(f"{a_token[T]:.1f}" if T in a_token else "-" for T in lengths), slope)
+    table.add_row(op, *(f"{per_token[T]:.1f}" if T in per_token else "-" for T in lengths), slope)
+  return table
+
+
+def compile_table(lines: list[dict]) -> Table:
+  sizes = f"d_model {lines[0]['d_model']}, {lines[0]['length']} tokens" if lines else ""
+  table = Table(title=f"Compiling the gradient of layers: {sizes} ({describe_device()})")
+  table.add_column("layers", no_wrap=True)
+  table.add_column("jit(grad), s", justify="right")
+  for line in lines:
+    table.add_row(line["name"], f"{line['compile_seconds']:.1f}")
   return table

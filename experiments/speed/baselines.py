@@ -1,8 +1,8 @@
-"""What `speed.py` times lajax against: the plainest code of each op, and other libraries where they are installed.
+"""Baselines of `speed.py`: the plainest code of each op, and other libraries if installed.
 
-Every baseline takes an op's inputs by name, in the layout of lajax, and returns (outputs, state); those of PyTorch take
-and return tensors. The plain ones are written as one would at first: einsums, float32 states, gradients by automatic
-differentiation, nothing recomputed.
+Every baseline takes an op's inputs by name, in the layout of lajax, and returns (outputs, state).
+Baselines of PyTorch take and return tensors. The plain code is a first attempt: einsums, float32
+states, gradients by automatic differentiation, nothing recomputed.
 """
 
 import functools
@@ -25,11 +25,11 @@ class Baseline(NamedTuple):
   library: str = "jax"  # or "torch"
 
 
-# --- token by token --------------------------------------------------------------------------------------------------
+# --- token by token ---
 
 
 def over_tokens(step: Callable, state, *tokens):
-  """step(state, token arrays) -> (state, output), over the tokens of arrays [B T ..]."""
+  """Scans step(state, token arrays) -> (state, output) over the tokens of arrays [B T ..]."""
   front = [jnp.moveaxis(x, 1, 0) for x in tokens]
   state, o = lax.scan(lambda state, x: step(state, *x), state, front)
   return jnp.moveaxis(o, 0, 1), state
@@ -141,7 +141,7 @@ def linear_recurrence(x, log_a):
   return over_tokens(step, jnp.zeros_like(x[:, 0]), x, log_a)
 
 
-# --- all tokens at once ----------------------------------------------------------------------------------------------
+# --- all tokens at once ---
 
 
 def linear_attention_associative(q, k, v, g=None):
@@ -160,7 +160,7 @@ def linear_attention_associative(q, k, v, g=None):
 def delta_rule_associative(q, k, v, beta, g=None):
   q, k, v, beta, *gates = _wide(q * q.shape[-1] ** -0.5, k, v, beta, g)
   erase = jnp.eye(k.shape[-1]) - jnp.einsum("bthi,bthj,bth->bthij", k, k, beta)
-  maps = erase * jnp.exp(_over_columns(gates[0])) if gates else erase
+  transitions = erase * jnp.exp(_over_columns(gates[0])) if gates else erase
   writes = jnp.einsum("bthk,bthv,bth->bthkv", k, v, beta)
 
   def join(x, y):
@@ -168,7 +168,7 @@ def delta_rule_associative(q, k, v, beta, g=None):
       "bthij,bthjv->bthiv", y[0], x[1]
     ) + y[1]
 
-  states = lax.associative_scan(join, (maps, writes), axis=1)[1]
+  states = lax.associative_scan(join, (transitions, writes), axis=1)[1]
   return jnp.einsum("bthk,bthkv->bthv", q, states), states[:, -1]
 
 
@@ -179,11 +179,11 @@ def linear_recurrence_associative(x, log_a):
   return h, h[:, -1]
 
 
-def normalized(form: Callable) -> Callable:
-  """Divides by q . z, where z is the state of a value that is always 1."""
+def normalized(attend: Callable) -> Callable:
+  """Divides the output by q . z, where z is the state of an additional value that is always 1."""
 
   def call(q, k, v):
-    o, S = form(q, k, jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1))
+    o, S = attend(q, k, jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1))
     return o[..., :-1] / (o[..., -1:] + 1e-10), (S[..., :-1], S[..., -1])
 
   return call
@@ -233,7 +233,7 @@ PLAIN: dict[str, dict[str, Baseline]] = {
 
 
 def _wide(*arrays):
-  """In float32 at least; without those that are None."""
+  """Casts to float32 at least, and leaves out arrays that are None."""
   return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays if x is not None]
 
 
@@ -246,20 +246,20 @@ def _decayed(S, g=None):
 
 
 def _over_state(g, S):
-  """[.. H] or [.. H K], to be broadcast over states [.. H K V]."""
+  """Appends axes to [.. H] or [.. H K], so that it broadcasts over states [.. H K V]."""
   return g.reshape(*g.shape, *(1,) * (S.ndim - g.ndim))
 
 
 def _over_columns(g):
-  """[B T H] or [B T H K], to be broadcast over maps [B T H K K]: the decay comes first, so it scales columns."""
+  """Broadcasts [B T H] or [B T H K] over transitions [B T H K K]. Decays come first: by column."""
   return g[..., None, None] if g.ndim == 3 else g[..., None, :]
 
 
-# --- other libraries -------------------------------------------------------------------------------------------------
+# --- other libraries ---
 
 
 def installed(platform: str = "cpu") -> tuple[dict[str, dict[str, Baseline]], str]:
-  """Baselines of other libraries, by op and name, and one line about those that cannot be imported."""
+  """Returns baselines of other libraries by op and name, and a sentence about missing ones."""
   found: dict[str, dict[str, Baseline]] = {}
   missing = []
   fla = functools.partial(_fla, platform)
@@ -271,7 +271,7 @@ def installed(platform: str = "cpu") -> tuple[dict[str, dict[str, Baseline]], st
     try:
       for op, call in load().items():
         found.setdefault(op, {})[library] = Baseline(call, "torch" if "torch" in library else "jax")
-    except Exception as error:  # a package may be there and still not import, as fla without triton
+    except Exception as error:  # an installed package may still fail to import: fla without triton
       missing.append(f"{library} ({_first_line(error)})")
   return found, f"Not importable, so not timed: {', '.join(missing)}." if missing else ""
 
@@ -290,7 +290,7 @@ def _jla() -> dict[str, Callable]:
 
 
 def _fla(platform: str) -> dict[str, Callable]:
-  """Its Triton kernels on a GPU, else what it writes in plain torch."""
+  """Returns the Triton kernels on a GPU, elsewhere the code in plain PyTorch."""
   if platform == "gpu":
     kernels = {
       "simple_gla": "simple_gla",
@@ -332,7 +332,7 @@ def _with_state(f: Callable) -> Callable:
 
 
 class TorchTimer:
-  """A baseline of PyTorch on the same numbers: `forward()` and `both()` run it to the end, so many times."""
+  """A baseline of PyTorch. `forward` and `both` run it `times` times, and wait for the end."""
 
   def __init__(self, call: Callable, inputs: dict[str, jax.Array], platform: str):
     self.torch: Any = importlib.import_module("torch")

@@ -1,0 +1,137 @@
+"""Turns lajax's docstrings into reStructuredText for Sphinx.
+
+The docstrings are written for `help()`: plain text in Google style, with indented blocks of
+equations and names in single backquotes. Sphinx calls `on_docstring` on each before napoleon reads
+its sections.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+
+from latex import latex, rows
+
+SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note):$")
+ARXIV = re.compile(r"\barXiv:(\d{4}\.\d{4,5})")
+DOI = re.compile(r"\bdoi:(10\.\S+\w)")
+QUOTED = re.compile(r"(`[^`]+`)")
+ENUMERATOR = re.compile(r"(:\s+|^\s*)([A-Za-z]|[ivxlcdmIVXLCDM]+|\d+)\.(?=\s|$)")  # "D." is no list
+NAME_IN_PAGE = re.compile(r"(?<![`}\w])`(lajax(?:\.\w+)+)`(?!`)")
+PUBLIC = re.compile(r"lajax(\.\w+)+$")
+
+
+def on_docstring(app, what, name, obj, options, lines: list[str]) -> None:
+  """Handles Sphinx's event `autodoc-process-docstring`: rewrites the lines in place."""
+  if is_named_tuple(obj) and not any(map(SECTION.match, lines)):
+    lines += fields(obj)
+  try:
+    lines[:] = restructured(lines)
+  except ValueError as error:
+    raise ValueError(f"docstring of {name}: {error}") from error
+
+
+def on_member(app, what, name, obj, skip: bool, options) -> bool | None:
+  """Handles Sphinx's event `autodoc-skip-member`: leaves out fields, which `fields` describes."""
+  return True if type(obj).__name__ == "_tuplegetter" else None
+
+
+def on_page(app, page: str, source: list[str]) -> None:
+  """Handles Sphinx's event `source-read`: links the names of lajax in a page of Markdown."""
+  if str(app.env.doc2path(page)).endswith(".md"):
+    source[0] = NAME_IN_PAGE.sub(r"{py:obj}`\1`", source[0])
+
+
+def is_named_tuple(obj) -> bool:
+  return inspect.isclass(obj) and issubclass(obj, tuple) and hasattr(obj, "_fields")
+
+
+def fields(named_tuple: type) -> list[str]:
+  """Returns a section of a NamedTuple's fields, each with the comment behind its definition."""
+  source = textwrap.dedent(inspect.getsource(named_tuple))
+  lines = source.splitlines()
+  definition = ast.parse(source).body[0]
+  comments = {
+    node.target.id: lines[node.end_lineno - 1][node.end_col_offset :].lstrip(" )#")
+    for node in getattr(definition, "body", ())
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno
+  }
+  found = [f"  {name}: {comment}" for name, comment in comments.items() if comment]
+  return ["", "Args:", *found] if found else []
+
+
+def restructured(lines: list[str]) -> list[str]:
+  """Returns a docstring, already dedented, as reStructuredText with Google's sections.
+
+  An indented block before the first section is a block of equations; other text keeps its words.
+  """
+  lines = separated(lines)
+  out: list[str] = []
+  equations: list[str] = []
+  before_sections = True
+  for line in [*lines, ""]:
+    before_sections = before_sections and not SECTION.match(line)
+    if before_sections and line.startswith("    ") and (equations or not (out and out[-1].strip())):
+      equations.append(line.strip())
+      continue
+    if equations:
+      out += math_block("\n".join(equations))
+      equations = []
+    out.append(prose(line))
+  return out[:-1]
+
+
+def separated(lines: list[str]) -> list[str]:
+  """Puts a blank line before and after a term with an indented definition, such as
+
+  step(state, token) -> output
+    the equation of the paper.
+  """
+  out: list[str] = []
+  for n, line in enumerate(lines):
+    if SECTION.match(line):
+      return out + lines[n:]
+    before, after = (lines[m] if 0 <= m < len(lines) else "" for m in (n - 1, n + 1))
+    is_item = re.match(r"[-*] ", line.lstrip())
+    starts_term = indent(after) > indent(line) and bool(after.strip())
+    ends_definition = indent(before) > indent(line)
+    if before.strip() and line.strip() and not is_item and (starts_term or ends_definition):
+      out.append("")
+    out.append(line)
+  return out
+
+
+def indent(line: str) -> int:
+  return len(line) - len(line.lstrip())
+
+
+def math_block(block: str) -> list[str]:
+  """Returns equations as a `math` directive, one equation a row."""
+  body = " \\\\\n".join(latex(row) for row in rows(block))
+  return [".. math::", "", *(f"   {line}" for line in body.splitlines()), ""]
+
+
+def prose(line: str) -> str:
+  """Returns a line of text with names quoted and papers linked; all else stands for itself."""
+  return "".join(
+    quoted(part[1:-1]) if QUOTED.fullmatch(part) else linked(escaped(part))
+    for part in QUOTED.split(line)
+  )
+
+
+def quoted(name: str) -> str:
+  """Returns a name of lajax as a link to its page, and other code as it stands."""
+  return f":py:obj:`{name}`" if PUBLIC.match(name) else f"``{name}``"
+
+
+def escaped(text: str) -> str:
+  """Returns text whose marks stand for themselves; an inner product gets its dot."""
+  bullet = re.match(r"\s*[*] ", text)
+  start = bullet.end() if bullet else 0
+  body = re.sub(r"([\\*|]|_(?!\w))", r"\\\1", text[start:])
+  return text[:start] + ENUMERATOR.sub(r"\1\2\.", body).replace(" . ", " · ")
+
+
+def linked(text: str) -> str:
+  text = ARXIV.sub(r"`arXiv:\1 <https://arxiv.org/abs/\1>`__", text)
+  return DOI.sub(r"`doi:\1 <https://doi.org/\1>`__", text)
