@@ -377,7 +377,7 @@ def _families_first(name: str):
   return pytest.param(name, marks=() if fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", map(_families_first, FILES))
+@pytest.mark.parametrize("name", [*map(_families_first, FILES)])
 def test_chunked_in_float32(name):
   check(name, "chunked", "float32", stacked=True)
 
