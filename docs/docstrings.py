@@ -55,11 +55,11 @@ def fields(named_tuple: type) -> list[str]:
   source = textwrap.dedent(inspect.getsource(named_tuple))
   lines = source.splitlines()
   definition = ast.parse(source).body[0]
-  comments = {
-    node.target.id: lines[node.end_lineno - 1][node.end_col_offset :].lstrip(" )#")
-    for node in getattr(definition, "body", ())
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno
-  }
+  comments = {}
+  for node in getattr(definition, "body", ()):
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+      own = [line.partition("#")[2].strip() for line in lines[node.lineno - 1 : node.end_lineno]]
+      comments[node.target.id] = " ".join(filter(None, own))
   found = [f"  {name}: {comment}" for name, comment in comments.items() if comment]
   return ["", "Args:", *found] if found else []
 

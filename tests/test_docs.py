@@ -89,7 +89,7 @@ Args:
 
     S & T
 
-Paper: Y. et al.,
+Paper: Yang et al.,
   arXiv:2406.06484, equation 4."""
   expected = r"""Adds k v^T [B T \*shape], see :py:obj:`lajax.delta_rule` and ``impl =
 x``; q · k.
@@ -112,7 +112,7 @@ Args:
 
     S & T
 
-Paper: Y. et al.,
+Paper: Yang et al.,
 `arXiv:2406.06484 <https://arxiv.org/abs/2406.06484>`__, equation 4."""
   lines = docstrings.restructured(source.splitlines())
   assert re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) == expected
