@@ -7,9 +7,8 @@ programs run, no slower.
 
 XLA reads its flags when the CPU client is made. So importing lajax before the first JAX computation
 adds the flag in time. A program that sets XLA_FLAGS itself must do so before it imports lajax, or
-keep what is there: `os.environ["XLA_FLAGS"] += " --xla_..."`. An assignment after the import drops
-  the flag, and nothing can
-warn of it.
+keep what is there: `os.environ["XLA_FLAGS"] += " --xla_..."`. An assignment after the import
+drops the flag, and nothing can warn of it.
 """
 
 import os

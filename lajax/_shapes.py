@@ -98,7 +98,7 @@ def check(sizes: Mapping[str, int] | None = None, /, **arrays) -> Sizes:
     sizes: sizes that letters already have.
     **arrays: `name=(array, letters)` or `name=(array, letters, kind)`; `letters` may offer
       alternatives of different rank, "B T H | B T H K"; the first array that has a letter fixes its
-      size. `kind` is "float" (default) or "int". An array that is None is passed over, and a letter
+      size. `kind` is "float" (default), "int" or "bool". An array that is None is passed over, and a letter
       that only such an array has is an error when it is asked for. `check_given` refuses None.
 
   Raises:
@@ -160,6 +160,12 @@ def _check_dtype(name: str, x, letters: str, kind: str) -> None:
       f"`{name}` must be an array {_wanted(letters)}; got {type(x).__name__}. "
       "Pass it through jnp.asarray."
     )
+  if kind == "bool":
+    if x.dtype != bool:
+      raise ValueError(
+        f"`{name}` must have the dtype bool; got {x.dtype}. Cast it, as in {name}.astype(bool)."
+      )
+    return
   base = jnp.floating if kind == "float" else jnp.integer
   if not jnp.issubdtype(x.dtype, base):
     remedy = f"Cast it, as in {name}.astype(jnp.float32)."
@@ -351,6 +357,18 @@ def check_rngs(rngs):
       f"`rngs` must be an nnx.Rngs with a stream for parameters, as nnx.Rngs(0); got {got}."
     )
   return rngs
+
+
+def check_key(name: str, key) -> None:
+  """ValueError unless an array is one JAX random key, typed or raw."""
+  dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+  typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+  raw = isinstance(key, jax.Array | np.ndarray) and dtype == jnp.uint32 and key.ndim == 1
+  if not typed and not raw:
+    got = type(key).__name__ if shape is None else f"shape {shape} of {dtype}"
+    raise ValueError(
+      f"`{name}` must be one JAX random key; got {got}. Make one by jax.random.key(0)."
+    )
 
 
 def check_number(

@@ -137,7 +137,8 @@ def test_one_channel_has_gradients_that_nearly_cancel(packed):
   Formed as a difference of numerator and normalizer it is off by 4e-5 and more of itself.
   """
   q, k, v, do = (
-    np.asarray(x[..., :1] if x.shape[-1] == K else x, np.float32) for x in inputs("normalized", np.float32)
+    np.asarray(x[..., :1] if x.shape[-1] == K else x, np.float32)
+    for x in inputs("normalized", np.float32)
   )
 
   def run(q, k, v, do):

@@ -33,8 +33,7 @@ def bidirectional_linear_attention(
       i
 
   Time and memory are linear in T, whatever the documents: each token reads the sum up to itself and
-    the
-  sum behind itself.
+  the sum behind itself.
 
   Args:
     q, k: [B T H K], features that should not be negative; head h serves the value heads
@@ -90,8 +89,7 @@ def efficient_attention(
     ValueError: an argument has the wrong rank, size, dtype or value.
 
   Paper: Z. Shen et al., "Efficient Attention: Attention with Linear Complexities", 2018,
-    arXiv:1812.01243,
-  equations 3 to 6.
+  arXiv:1812.01243, equations 3 to 6.
   """
   _shapes.check_option("normalization", normalization, NORMALIZATIONS)
   _check(q, k, v, segment_ids)

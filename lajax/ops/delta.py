@@ -41,8 +41,9 @@ def delta_rule(
     erase, write: [B T HV K] and [B T HV V], in (0, 1).
     scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero
-      where the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
     chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
       or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
@@ -56,8 +57,8 @@ def delta_rule(
     float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
-      NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Papers: Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (DeltaNet), 2024,
@@ -107,8 +108,9 @@ def delta_product(
       key.
     scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero
-      where the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
     chunk_size: delta steps in a chunk ("chunked"), of which a token has R; None for 64, or 32 with
       decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
@@ -121,13 +123,12 @@ def delta_product(
     float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
-      NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Paper: Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder
-    Products",
-  2025, arXiv:2502.10297, equation 4.
+  Products", 2025, arXiv:2502.10297, equation 4.
   """
   return call(
     DELTA_PRODUCT,
@@ -153,8 +154,7 @@ def gated_oja(
   chunk_size: int | None = None,
   impl: str = "auto",
 ) -> tuple[Float[Array, "B T HV V"], Matrix]:
-  """Oja's rule with decay on the value side: the delta rule of the transposed state, keys and
-  values exchanged.
+  """Oja's rule with decay on the value side: a delta rule of the transposed state.
 
       S'_t = S_{t-1} Diag(exp g_t) ,   S_t = S'_t + (k_t - S'_t v_t) (beta_t v_t)^T ,
       o_t = scale S_t^T q_t
@@ -167,8 +167,9 @@ def gated_oja(
       value.
     scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero
-      where the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
     chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
       or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
@@ -180,14 +181,13 @@ def gated_oja(
     float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
-      NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
-  Paper: E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", 1982,
-    doi:10.1007/BF00275687;
-  as a state of fast weights: Irie et al., "Images as Weight Matrices", 2022, arXiv:2210.06184,
-    equation 6.
+  Papers: E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", 1982,
+  doi:10.1007/BF00275687; as a state of fast weights: Irie et al., "Images as Weight Matrices",
+  2022, arXiv:2210.06184, equation 6.
   """
   return call(
     GATED_OJA,
@@ -226,8 +226,9 @@ def dplr(
       key.
     scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero
-      where the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
     chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
       or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
@@ -241,8 +242,8 @@ def dplr(
     float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
-      NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Papers: Peng et al., "RWKV-7 Goose", 2025, arXiv:2503.14456, its state evolution (a = -kappa,

@@ -23,8 +23,9 @@ def linear_recurrence(
     x: [B T ..], any axes behind (for Mamba: channels and state), up to seven.
     log_a: the same shape; log decay (natural), <= 0.
     initial_state: [B ..], h before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero
-      where the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
@@ -35,8 +36,8 @@ def linear_recurrence(
     (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
-      NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Papers: Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length", 2017,

@@ -38,8 +38,9 @@ def linear_attention(
     scale: factor of the output, a number; None for K^-1/2.
     bonus: [H K], the weight of a token's own write; None to read the state behind the token.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero
-      where the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
     chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
       or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
@@ -52,17 +53,15 @@ def linear_attention(
     float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
-      NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
-  Papers: no decay: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations
-    18-20;
-  per head: Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 6, and Dao and Gu,
-    "Transformers
-  are SSMs" (Mamba-2), 2024, arXiv:2405.21060, equation 16; per channel: Yang et al., "Gated Linear
-  Attention Transformers", 2023, arXiv:2312.06635, equation 3; bonus: Peng et al., "Eagle and Finch"
-  (RWKV-6), 2024, arXiv:2404.05892, Finch.
+  Papers: no decay: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236,
+  equations 18-20; per head: Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 6,
+  and Dao and Gu, "Transformers are SSMs" (Mamba-2), 2024, arXiv:2405.21060, equation 16; per
+  channel: Yang et al., "Gated Linear Attention Transformers", 2023, arXiv:2312.06635, equation 3;
+  bonus: Peng et al., "Eagle and Finch" (RWKV-6), 2024, arXiv:2404.05892, Finch.
   """
   arrays = dict(q=q, k=k, v=v, g=g)
   op = LINEAR_ATTENTION
@@ -98,8 +97,8 @@ def normalized_linear_attention(
       o_t = scale S_t^T q_t / (scale q_t . z_t + eps)
 
   Args:
-    q, k: [B T H K], features that should not be negative; head h serves the value heads n h .. n h
-      + n - 1 where HV = n H.
+    q, k: [B T H K], features that should not be negative; head h serves the value heads
+      n h .. n h + n - 1 where HV = n H.
     v: [B T HV V].
     g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the
       key.
@@ -107,8 +106,9 @@ def normalized_linear_attention(
     eps: added to the denominator, a number of at least 0. A token that reads nothing, with an eps
       of 0, has the output 0.
     initial_state: (S [B HV K V], z [B HV K]), the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero
-      where the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
     chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
       or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
@@ -121,8 +121,8 @@ def normalized_linear_attention(
     not padding, in float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
-      NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Paper: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20.
@@ -167,8 +167,9 @@ def mlstm(
     scale: factor of q, a number; None for K^-1/2.
     initial_state: (C [B HV K V], n [B HV K], m [B HV]), the state before the first token; None for
       zeros, also of m.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero
-      where the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
     chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
       or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
@@ -181,13 +182,12 @@ def mlstm(
     float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
-      NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Paper: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19
-    to 27
-  and 15.
+  to 27 and 15.
   """
   return call(
     MLSTM,

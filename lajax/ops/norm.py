@@ -46,8 +46,7 @@ def gated_rms_norm(
     NotImplementedError: impl="pallas", and the kernel does not take the arrays.
 
   Papers: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467,
-    equation 4;
-  gated as in Y. Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 8.
+  equation 4; gated as in Y. Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 8.
   """
   rows = " ".join(f"D{n}" for n in range(getattr(x, "ndim", 1) - 1))
   _shapes.check_given(x=(x, f"{rows} D"), weight=(weight, "D"))

@@ -1,9 +1,8 @@
 """What every op does: check the arguments, choose an implementation, run it in one traced function.
 
 An op is a row: a family of `lajax.recurrence.families`, its kernels, and what they support. All
-  array work
-happens inside `_compute`, so that one wrapper serves explicit meshes, and one compilation serves a
-new length.
+array work happens inside `_compute`, so that one wrapper serves explicit meshes, and one
+compilation serves a new length.
 """
 
 import dataclasses

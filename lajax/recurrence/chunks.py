@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool
 
 from lajax._numerics import vary_like
 from lajax.recurrence.decays import Masks, document_masks
-from lajax.recurrence.documents import finite, not_finite, previous
+from lajax.recurrence.documents import any_not_finite, finite, not_finite, previous
 from lajax.recurrence.heads import Heads, heads_of
 from lajax.recurrence.rule import (
   Affine,
@@ -87,7 +87,7 @@ def _differentiable_loop(
   There is one function for each layout, so that JAX traces its forward pass once.
   """
   loop = _Loop(rule, layout, scale, precision)
-  # Under the caller's vmap the batch grows: axis 0, and the rows of what is kept [blocks M R ..].
+  # Under the caller's vmap the batch grows: axis 0, and axis 2 of the residuals [blocks M R ..].
   residuals = Residuals(2, 0, 2, 0)
   forward = jax.jit(join_batches(loop.forward_with_residuals, (0, 0), (0, residuals)))
   pullback = join_batches(loop.pullback, (0, 0, residuals, 0), 0)
@@ -151,7 +151,7 @@ class _Loop(NamedTuple):
     heads = heads_of(tokens, state)
     blocks = _Blocks(heads, self.layout, document)
     bad = not_finite(tokens, state.shape[1], self.rule.log_decays)
-    bad_state = ~jnp.isfinite(state).all((2, 3))
+    bad_state = any_not_finite(state, 2)
 
     def summary(documents, x, bad):
       masks = _masks(documents)
@@ -162,7 +162,7 @@ class _Loop(NamedTuple):
 
     def next_chunk(carry, chunk):
       (state, spoiled), (affine, reach) = carry, chunk
-      after = heads.nest(apply)(affine, state), reach.whole | (spoiled & reach.through)
+      after = heads.nest(apply)(affine, state), reach.leaving(spoiled)
       return after, carry
 
     def block(carry, n, _):
@@ -201,7 +201,7 @@ class _Loop(NamedTuple):
     axes, blocks = heads.axes(tokens), _Blocks(heads, self.layout, document)
     pullback = pullback_of(self.rule)
     bad = not_finite(do, do.shape[2])
-    bad_state = ~jnp.isfinite(dstate).all((2, 3))
+    bad_state = any_not_finite(dstate, 2)
     spoiled = residuals.spoiled
 
     def begin(documents, x, do, bad):
@@ -215,10 +215,7 @@ class _Loop(NamedTuple):
 
     def previous_chunk(carry, chunk):
       (dstate, spoiled), (affine, reach) = carry, chunk
-      before = (
-        heads.nest(apply_transposed)(affine, dstate),
-        reach.whole | (spoiled & reach.through),
-      )
+      before = heads.nest(apply_transposed)(affine, dstate), reach.leaving(spoiled)
       return before, carry
 
     def block(carry, n, kept):
@@ -250,7 +247,7 @@ class _Loop(NamedTuple):
     carry = heads.rows(dstate), heads.rows(bad_state)
     carry, dx, _ = self._over_blocks(block, carry, tokens, kept, reverse=True)
     dstate, lost = (heads.unrows(x) for x in carry)
-    lost = lost | ~jnp.isfinite(first).all((2, 3))
+    lost = lost | any_not_finite(first, 2)
     return dx, jnp.where(lost[..., None, None], jnp.nan, dstate)
 
   def _over_blocks(self, block, carry, like, residuals=None, reverse=False):
@@ -345,45 +342,51 @@ def _masks(documents) -> Masks | None:
   return None if documents is None else document_masks(documents[0], documents[1][0])
 
 
-# --- numbers that are not finite ---------------------------------------------------------------------
+# --- numbers that are not finite -----------------------------------------------------------------
 #
 # A product of matrices would carry NaN to every token of a chunk: 0 times NaN is NaN. So a chunk is
 # computed without such numbers, and NaN is put where the recurrence would have it.
 
 
 class _Reach(NamedTuple):
-  """Which tokens of a chunk, in the direction of the pass, come after a bad token of a document."""
+  """Which tokens of a chunk, in the direction of the pass, come after a bad token of a document.
 
-  inside: Bool[Array, "C"]  # after a bad token of the chunk
-  entering: Bool[Array, "C"]  # of the document that the pass enters the chunk in
+  `entering` and `through` are None without documents, where both are true.
+  """
+
+  inside: Any  # [C]: after a bad token of the chunk
   whole: Bool[Array, ""]  # the state that leaves the chunk comes after a bad token of the chunk
-  through: Bool[Array, ""]  # the pass leaves the chunk in the document that it entered it in
+  entering: Bool[Array, "C"] | None = None  # of the document that the pass enters the chunk in
+  through: Bool[Array, ""] | None = None  # the pass leaves the chunk in the document it enters in
 
   def over_chunks(self) -> "_Reach":
     return self._replace(inside=None, entering=None)
 
+  def leaving(self, spoiled: Array) -> Array:
+    """Whether the leaving state comes after a bad token, given that of the entering state."""
+    return self.whole | (spoiled if self.through is None else spoiled & self.through)
+
   def tokens(self, spoiled: Array) -> Array:
-    """Whether each token comes after a bad one, where `spoiled` is that of the entering state."""
-    return self.inside | (spoiled[..., None] & self.entering)
+    """Whether each token comes after a bad token, given that of the state that enters."""
+    spoiled = spoiled[..., None]
+    return self.inside | (spoiled if self.entering is None else spoiled & self.entering)
 
 
 def _reach_forwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
   lower = np.tri(len(bad), dtype=bool)
   if masks is None:
-    return _reach_of_one_document(bad, lower)
+    return _Reach(_any_seen(bad, lower), bad.any())
   inside = (masks.between & lower & bad).any(1)
-  return _Reach(inside, masks.from_start, inside[-1], masks.total)
+  return _Reach(inside, inside[-1], masks.from_start, masks.total)
 
 
 def _reach_backwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
   upper = np.tri(len(bad), dtype=bool).T
   if masks is None:
-    return _reach_of_one_document(bad, upper)
+    return _Reach(_any_seen(bad, upper), bad.any())
   inside = (masks.between & upper & bad).any(1)
-  return _Reach(inside, masks.to_end, (masks.from_start & bad).any(), masks.total)
+  return _Reach(inside, (masks.from_start & bad).any(), masks.to_end, masks.total)
 
 
-def _reach_of_one_document(bad: Bool[Array, "C"], sees: np.ndarray) -> _Reach:
-  inside = jnp.matmul(jnp.asarray(sees.astype(np.float32)), bad.astype(jnp.float32)) > 0
-  everywhere = jnp.ones_like(bad)
-  return _Reach(inside, everywhere, bad.any(), everywhere[0])
+def _any_seen(bad: Bool[Array, "C"], sees: np.ndarray) -> Bool[Array, "C"]:
+  return jnp.matmul(jnp.asarray(sees.astype(np.float32)), bad.astype(jnp.float32)) > 0

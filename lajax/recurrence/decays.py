@@ -88,7 +88,7 @@ class Decay(NamedTuple):
   before: Float[Array, "C K"]
   same: Bool[Array, "C C"] | None  # whether two tokens are of one document; None without documents
   small: "_Small | None"  # per channel: products over halves inside blocks of 16 tokens
-  # For halves of h = 16, 32 .. tokens: the products from a half's start to i, and after j to its end.
+  # For halves of 16, 32 .. tokens: the products from a half's start to i, and after j to its end.
   halves: tuple
 
   def scores(
@@ -413,24 +413,25 @@ def gate_pullback(
     total: of what decays over the whole chunk.
   """
   if g.ndim == 1:
+    assert crossing.pairs is not None
     dg = _gate_pullback_per_head(
-      crossing, row_sums(from_start), row_sums(to_end), row_sums(total[None])
+      crossing.pairs, row_sums(from_start), row_sums(to_end), row_sums(total[None])
     )
   else:
-    dg = _gate_pullback_per_channel(crossing, from_start, to_end, total)
+    assert crossing.small is not None
+    dg = _gate_pullback_per_channel(crossing.small, crossing.large, from_start, to_end, total)
   # Every term has the factor exp(g), which the compiler may flush to 0 only in part of them.
   return jnp.where(jnp.exp(g) > 0, dg, 0)
 
 
 def _gate_pullback_per_head(
-  crossing: Crossing,
+  pairs: Float[Array, "C C"],
   from_start: Float[Array, "C 1"],
   to_end: Float[Array, "C 1"],
   total: Float[Array, "1 1"],
 ) -> Float[Array, "C"]:
   """Gate l is in the interval of the pair (i, j) where j < l <= i."""
   C = len(from_start)
-  pairs = crossing.pairs
   earlier = vary_like(jnp.asarray(np.triu(np.ones((C, C), pairs.dtype), 1)), pairs)  # [j l]: j < l
   full = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
   by_reader = full(pairs, earlier) + from_start  # [i l]: of intervals that end at i
@@ -439,7 +440,8 @@ def _gate_pullback_per_head(
 
 
 def _gate_pullback_per_channel(
-  crossing: Crossing,
+  small: Float[Array, "M levels side K"],
+  large: tuple,
   from_start: Float[Array, "C K"],
   to_end: Float[Array, "C K"],
   total: Float[Array, "K"],
@@ -450,20 +452,16 @@ def _gate_pullback_per_channel(
   to the block's end, and `whole` those over the whole block.
   """
   C, K = from_start.shape
-  M, levels, side = crossing.small.shape[:3]
+  M, levels, side = small.shape[:3]
   upto, after, whole = from_start, to_end, total[None]  # [blocks K]
-  for n, (earlier, later) in reversed(list(enumerate(crossing.large, levels))):
+  for n, (earlier, later) in reversed(list(enumerate(large, levels))):
     into_later = _half(upto, n, 1)[:, :, 0].sum(1, keepdims=True)
     out_of_earlier = _half(after, n, 0)[:, :, 0].sum(1, keepdims=True)
     whole = (whole[:, None] + _chosen(into_later, out_of_earlier, axis=1)).reshape(-1, K)
     upto = upto + _unhalf(later[:, :, None], 1)[:, 0]
     after = after + _unhalf(earlier[:, :, None], 0)[:, 0]
   intervals = vary_like(jnp.asarray(_intervals(side).T, total.dtype), total)
-  terms = (
-    crossing.small.reshape(M, levels * side, K),
-    upto.reshape(M, side, K),
-    after.reshape(M, side, K),
-  )
+  terms = (small.reshape(M, levels * side, K), upto.reshape(M, side, K), after.reshape(M, side, K))
   dg, begin = whole[:, None], 0
   for x in terms:
     weights = intervals[:, begin : begin + x.shape[1]]

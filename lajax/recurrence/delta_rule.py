@@ -69,7 +69,7 @@ def _read(before, after, x: Corrections):
   return (after * x.q[:, None]).sum(0)
 
 
-# --- chunks ----------------------------------------------------------------------------------------
+# --- chunks --------------------------------------------------------------------------------------
 #
 # N are the scores of r and k below the diagonal, and T = (I + N)^-1. With X = u - (r from_start) S,
 # the values that the tokens of a chunk really write are T X (the UT transform: Yang et al. 2024,
@@ -155,10 +155,10 @@ rule = on_raw_tokens(
 )
 
 
-# --- read by rows ----------------------------------------------------------------------------------
+# --- read by rows --------------------------------------------------------------------------------
 #
-# The same state, read as o = S q: q is as wide as the values and o as the keys, so the OUTPUT decays
-# channel by channel:
+# The same state, read as o = S q: q is as wide as the values and o as the keys, so the OUTPUT
+# decays channel by channel:
 #     o_i = from_start(i) * (S q_i) + sum_j (q_i . written_j) between(i, j) * k_j
 # With S^T for S this is Oja's rule, whose decay stands on the value side.
 
@@ -194,7 +194,8 @@ def _respond_by_rows(x: _Reads, state: Array, precision) -> Array:
   full = partial(jnp.matmul, precision=precision)
   weights = full(x.q, (x.U - full(x.W, state)).T)
   own = jnp.diagonal(weights)[:, None] * x.k
-  # sum_j weights_ij between(i, j) k_j is what the scores of k with k give a reader as its cotangent.
+  # If the weights are the cotangent of scores with k, this sum is the cotangent of their reader:
+  # sum_j weights_ij between(i, j) k_j.
   pairs, _, _ = x.d.scores_pullback(
     weights[:, None, :, None], x.k[:, None], x.k[:, None], precision
   )

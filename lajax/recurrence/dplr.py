@@ -44,7 +44,7 @@ def _read(before, after, x: DplrTokens):
   return (after * x.q[:, None]).sum(0)
 
 
-# --- chunks ----------------------------------------------------------------------------------------
+# --- chunks --------------------------------------------------------------------------------------
 #
 # What the tokens of a chunk read with a is w = (a before) S + N_b w + N_k v, where N are the scores
 # of a with b and with k over the intervals that end before the reading token. So w = W S + U with

@@ -51,7 +51,7 @@ def _read_before(before, after, x: AdditiveTokens):
   return (before * x.q[:, None]).sum(0)
 
 
-# --- chunks ----------------------------------------------------------------------------------------
+# --- chunks --------------------------------------------------------------------------------------
 #
 # `before` is True for a rule whose tokens read the state before their own decay and write.
 
@@ -126,7 +126,7 @@ rule = _rule(before=False)
 reading_before = _rule(before=True)  # o = S_{t-1}^T q
 
 
-# --- divided by the normalizer ---------------------------------------------------------------------
+# --- divided by the normalizer -------------------------------------------------------------------
 #
 # The normalizer z is one more column of the state, the one of a value that is always 1. So a token
 # reads V + 1 numbers and puts out V.

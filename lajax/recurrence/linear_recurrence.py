@@ -31,7 +31,7 @@ def _read(before, after, t: ElementwiseTokens):
   return after[:, 0]
 
 
-# --- chunks ----------------------------------------------------------------------------------------
+# --- chunks --------------------------------------------------------------------------------------
 
 
 def _decays(t: ElementwiseTokens, masks: Masks | None) -> Float[Array, "C D"]:

@@ -1,4 +1,4 @@
-"""A family of recurrences as small pure functions (`Rule`), and the algebra of affine maps of a state."""
+"""A family of recurrences as small pure functions (`Rule`), and affine maps of a state."""
 
 import collections
 import dataclasses
@@ -105,7 +105,7 @@ def bind(function: Callable, *options: Hashable) -> Bound:
   return Bound(function, options)
 
 
-# --- rules from rules ------------------------------------------------------------------------------
+# --- rules from rules ----------------------------------------------------------------------------
 
 
 def on_raw_tokens(rule: Rule, prepare: Callable) -> Rule:
@@ -150,7 +150,7 @@ def derived(rule: Rule) -> Rule:
   return rule._replace(pullback=None, output_pullback=None)
 
 
-# --- the backward pass that follows from the forward one --------------------------------------------
+# --- the backward pass that follows from the forward one -----------------------------------------
 
 
 def pullback_of(rule: Rule) -> Pullback:
@@ -191,7 +191,7 @@ def _output_pullback(output, read, outputs, do):
   return jax.vjp(output, read)[1](do)[0]
 
 
-# --- rules that are made anew ------------------------------------------------------------------------
+# --- rules that are made anew --------------------------------------------------------------------
 
 MADE_ANEW = 8  # rules of the same code but of other functions, before there is a warning
 
@@ -203,21 +203,31 @@ def warn_if_made_anew(rule: Rule) -> None:
 
   Each such rule is compiled by itself, and JAX keeps what it compiled.
   """
-  code = getattr(rule.chunk, "__code__", None)
-  if code is None:
-    return
+  code = _code(rule)
   _made[code].add(hash(rule))
   if len(_made[code]) == MADE_ANEW:
     warnings.warn(
-      f"{MADE_ANEW} rules were made of the same functions ({rule.chunk.__qualname__} in "
-      f"{code.co_filename}, line {code.co_firstlineno}), and each is compiled anew. Define the "
-      "functions at module level and give options by lajax.recurrence.rule.bind, or make the rule "
-      "once.",
-      stacklevel=2,
+      f"{MADE_ANEW} rules were made of the same functions ({_name(rule.chunk)}), and each is "
+      "compiled anew. Define the functions at module level and give them options by "
+      "lajax.recurrence.rule.bind, or make the rule once.",
+      stacklevel=3,
     )
 
 
-# --- affine maps -----------------------------------------------------------------------------------
+def _code(x) -> Hashable:
+  """What stays the same when a function is made again by the same code."""
+  if isinstance(x, tuple):
+    return tuple(map(_code, x))
+  if isinstance(x, Bound):
+    return _code(x.function), _code(x.options)
+  return getattr(x, "__code__", x)
+
+
+def _name(function) -> str:
+  return _name(function.function) if isinstance(function, Bound) else repr(function)
+
+
+# --- affine maps ---------------------------------------------------------------------------------
 
 
 def apply(affine: Affine, state: Array) -> Array:

@@ -1,8 +1,8 @@
 """One token of each family, for decoding: step(state, token) -> (state, output). No axis T.
 
 A step is its op on one token, token by token: the same problem of `lajax.recurrence.families`, the
-  same
-checks, the same numbers. On explicit meshes the state keeps its layout, so that it rides in a scan.
+same checks, the same numbers. On explicit meshes the state keeps its layout, so that it rides in a
+scan.
 """
 
 import functools
