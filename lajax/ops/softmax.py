@@ -172,11 +172,13 @@ def _whole(q, k, v, place: softmax.Placement, packed: bool, options: Options):
   """Attention by `jax.nn.dot_product_attention`, with the whole matrix of scores."""
   reads = softmax.visible(place, place, options.causal, options.window)
   masked = packed or options.window is not None
+  queries = q
   (q, q_finite), (k, k_finite), (v, v_finite) = map(softmax.finite_rows, (q, k, v))
   half, dtype = product_precision(q, k, v) == lax.Precision.DEFAULT, v.dtype
   if dtype == jnp.float16:  # CPUs have no product of float16 that sums in float32
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-  with jax.default_matmul_precision("default" if half else "highest"):
+  precision = jax.default_matmul_precision("default" if half else "highest")
+  with precision, jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes dtypes
     o = jax.nn.dot_product_attention(
       q,
       k,
@@ -191,7 +193,7 @@ def _whole(q, k, v, place: softmax.Placement, packed: bool, options: Options):
     reads, q_finite.reshape(B, T, HK, H // HK), k_finite & v_finite
   )  # [B HK G T]
   finite = jnp.moveaxis(finite, -1, 1).reshape(B, T, H, 1)
-  return jnp.where(finite, o, jnp.nan).astype(dtype)
+  return softmax.isolate_cotangent(jnp.where(finite, o, jnp.nan).astype(dtype), queries)
 
 
 def _cudnn_takes(q, k, v) -> bool:

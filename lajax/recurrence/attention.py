@@ -7,7 +7,8 @@ FlashAttention: Dao et al. 2022, arXiv:2205.14135, algorithm 1).
 
 A number that is not finite stays where it is read. `p @ v` and the products of the backward pass
 multiply every pair of tokens, and 0 times NaN is NaN. So rows of q, k, v that are not finite
-become zeros first, and a query that reads one of them gives NaN in the end.
+become zeros first, and a query that reads one of them gives NaN in the end. Rows of the output's
+cotangent that are not finite become zeros too, and NaN in dq of their query.
 """
 
 import functools
@@ -24,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lajax import _shapes
 from lajax._meshes import laid_out
 from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision, vary_like
+from lajax.recurrence.transforms import linear_map
 
 BLOCK = 256  # queries and keys in a block
 
@@ -121,6 +123,17 @@ def reads_finite(
   broken = jnp.einsum("bts,bsh->bht", some(mask), some(~keys)) > 0  # a count: a product is fastest
   own = jnp.moveaxis(queries, 1, -1) | ~mask.any(-1)[:, None, None, :]
   return own & ~broken[:, :, None, :]
+
+
+def isolate_cotangent(o: Float[Array, "B T H V"], q: Float[Array, "B T H K"]):
+  """Returns o. Its cotangent passes, but for rows that are not finite: they become NaN in dq."""
+
+  def pull(_, do):
+    do, finite = finite_rows(do)
+    dq = jnp.where(finite, 0.0, jnp.nan).astype(q.dtype)
+    return do, jnp.broadcast_to(dq[..., None], q.shape)
+
+  return linear_map(lambda _, tangents: tangents[0], pull, (), (o, vary_like(q, o)), o)
 
 
 # --- the public function ---
@@ -277,6 +290,7 @@ def _attend(
   (B, T, H, _), HK, V = q.shape, k.shape[2], v.shape[-1]
   by_key_head = lambda x: x.reshape(*x.shape[:2], HK, H // HK, *x.shape[3:])
   queries, keys = _common(Placement(q_positions, q_segments), Placement(k_positions, k_segments))
+  unscaled = q
   q, finite = finite_rows(by_key_head(q.astype(dtype) * jnp.asarray(scale, dtype)))
   o = IMPLEMENTATIONS[options.impl](
     Queries(q, finite, queries),
@@ -286,7 +300,7 @@ def _attend(
     _start(sink, HK, H // HK, V, dtype),
     precision,
   )
-  return o.reshape(B, T, H, V).astype(v.dtype)
+  return isolate_cotangent(o.reshape(B, T, H, V).astype(v.dtype), unscaled)
 
 
 def _common(queries: Placement, keys: Placement) -> tuple[Placement, Placement]:

@@ -36,12 +36,12 @@ def differentiable(forward: Callable, plain: Callable, pullback: Callable) -> Ca
     outputs, residuals = forward(inputs, constants)
     push = lambda known, t: jax.jvp(lambda x: plain(x, known[1]), (known[0],), (t,))[1]
     pull = lambda known, ct: pullback(*known, ct)
-    return outputs, _linear_map(push, pull, (inputs, constants, residuals), tangents[0], outputs)
+    return outputs, linear_map(push, pull, (inputs, constants, residuals), tangents[0], outputs)
 
   return f
 
 
-def _linear_map(push, pull, known, tangents, outputs):
+def linear_map(push, pull, known, tangents, outputs):
   """Applies the linear map t -> push(known, t), whose transpose is ct -> pull(known, ct)."""
   known_leaves, known_tree = jax.tree.flatten(known)
   tangent_leaves, tangent_tree = jax.tree.flatten(tangents)
