@@ -40,7 +40,9 @@ def constants(name: str) -> dict[str, str]:
   return {x: ", ".join(v) if isinstance(v, dict) else repr(v) for x, v in constant.items()}
 
 
-autosummary_context = {"constants": constants}
+autosummary_context = {
+  "constants": {name: constants(name) for name in ("lajax.layers", "lajax.tasks")}
+}
 shutil.rmtree(HERE / "api", ignore_errors=True)  # pages of names that are gone would be orphans
 autosummary_generate = True
 autosummary_ignore_module_all = False  # the public names of a module are its __all__
