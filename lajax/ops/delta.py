@@ -1,16 +1,10 @@
-"""States that are corrected: the delta rule and its products, Oja's rule, diagonal plus low rank."""
+"""States that are corrected: delta rule and products, Oja's rule, diagonal plus low rank."""
 
-import functools
-
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lajax import _shapes, pallas
-from lajax._numerics import accumulation_dtype, product_precision
-from lajax.ops.run import Matrix, by_kernels, cast, first_state, run, use_kernels
-from lajax.recurrence import delta_rule as _delta
-from lajax.recurrence import dplr as _dplr
+from lajax.ops.run import Matrix, Op, call
+from lajax.recurrence import families
 
 
 def delta_rule(
@@ -30,81 +24,58 @@ def delta_rule(
 ) -> tuple[Float[Array, "B T HV V"], Matrix]:
   """Delta rule: the decayed state is corrected at k towards v.
 
-      S'_t = Diag(exp g_t) S_{t-1} ,   S_t = S'_t + k_t (beta_t (v_t - S'_t^T k_t))^T ,   o_t = scale S_t^T q_t
+      S'_t = Diag(exp g_t) S_{t-1} ,   o_t = scale S_t^T q_t ,
+      S_t = S'_t + k_t (beta_t (v_t - S'_t^T k_t))^T
 
-  With `erase` b and `write` w in the place of beta: S_t = S'_t + k_t (w_t v_t - S'_t^T (b_t k_t))^T, channel by channel.
+  With `erase` b and `write` w in the place of beta, channel by channel:
+  S_t = S'_t + k_t (w_t v_t - S'_t^T (b_t k_t))^T.
 
   Args:
-    q, k: [B T H K]; k is expected at unit length (`lajax.layers` does that); head h serves the value heads n h .. n h + n - 1.
+    q, k: [B T H K]; k is expected at unit length (`lajax.layers` does that); head h serves the
+      value heads n h .. n h + n - 1 where HV = n H.
     v: [B T HV V].
-    beta: [B T HV], write strength, in (0, 1), or (0, 2) for negative eigenvalues; None with `erase` and `write`.
-    g: log decay (natural), <= 0: None for none, [B T HV] for one a head, [B T HV K] for one a channel of the key.
+    beta: [B T HV], write strength, in (0, 1), or (0, 2) for negative eigenvalues; None with `erase`
+      and `write`.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the
+      key.
     erase, write: [B T HV K] and [B T HV V], in (0, 1).
-    scale: of the output; None for K^-1/2.
+    scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
-      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
-      one decay a channel.
-    impl: the form, see above; `"pallas"` is for K up to 256 where q, k and v are bfloat16, else 128.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
+      or 32 with decays per channel.
+    impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k and v are bfloat16,
+      else 128.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state after the last is_token token, [B HV K V] in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
-    NotImplementedError: the named form does not exist for this.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
+    NotImplementedError: the named implementation cannot do this.
 
-  Papers: Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (DeltaNet), 2024, arXiv:2406.06484, equation 4;
-  Yang et al., "Gated Delta Networks", 2024, arXiv:2412.06464, equation 10; one decay a channel: Kimi Team, "Kimi Linear" (KDA),
-  2025, arXiv:2510.26692, equation 1.
+  Papers: Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (DeltaNet), 2024,
+  arXiv:2406.06484, equation 4; Yang et al., "Gated Delta Networks", 2024, arXiv:2412.06464,
+  equation 10; decay per channel: Kimi Team, "Kimi Linear" (KDA), 2025, arXiv:2510.26692, equation
+  1.
   """
-  sizes = _shapes.check(
-    q=(q, "B T H K"),
-    k=(k, "B T H K"),
-    v=(v, "B T HV V"),
-    beta=(beta, "B T HV"),
-    g=(g, "B T HV | B T HV K"),
-    erase=(erase, "B T HV K"),
-    write=(write, "B T HV V"),
-    initial_state=(initial_state, "B HV K V"),
-    segment_ids=(segment_ids, "B T", "int"),
-  )
   _shapes.check_strengths(beta, erase, write)
-  _shapes.check_not_nan(segment_ids, g=g, beta=beta, erase=erase, write=write)
-  kernels, takes, strengths = pallas.run_delta_rule, pallas.supports_delta_rule, (beta,)
-  if erase is not None:
-    kernels, takes, strengths = (
-      pallas.run_delta_rule_by_channel,
-      pallas.supports_delta_rule_by_channel,
-      (erase, write),
-    )
-  supports = functools.partial(takes, q, k, v, *strengths, g, initial_state, chunk_size=chunk_size)
-  if use_kernels(impl, supports, sizes):
-    tokens = (q, k, v, *(cast(x, jnp.float32) for x in (*strengths, g)))
-    return by_kernels(
-      kernels, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size
-    )
-  dtype, precision = (
-    accumulation_dtype(q, k, v, beta, g, erase, write, initial_state),
-    product_precision(q, k, v),
+  return call(
+    DELTA_RULE,
+    dict(q=q, k=k, v=v, beta=beta, g=g, erase=erase, write=write),
+    scale=scale,
+    initial_state=initial_state,
+    segment_ids=segment_ids,
+    chunk_size=chunk_size,
+    impl=impl,
   )
-  tokens = _delta.DeltaTokens(
-    *(cast(x, dtype) for x in (q, k, v, beta if erase is None else erase, write, g))
-  )
-  state = first_state(initial_state, sizes, dtype)
-  o, state = run(
-    _delta.rule,
-    tokens,
-    state,
-    segment_ids,
-    sizes,
-    impl,
-    chunk_size,
-    precision,
-    _shapes.scale_of(scale, sizes),
-  )
-  return o.astype(v.dtype), state
 
 
 def delta_product(
@@ -120,69 +91,54 @@ def delta_product(
   chunk_size: int | None = None,
   impl: str = "auto",
 ) -> tuple[Float[Array, "B T HV V"], Matrix]:
-  """Delta product: the state decays once a token, is corrected R times, and is read once.
+  """Delta product: the state decays once per token, is corrected R times, and is read once.
 
-      S_t^0 = Diag(exp g_t) S_{t-1} ,   S_t^r = S_t^{r-1} + k_t^r (beta_t^r (v_t^r - S_t^{r-1}^T k_t^r))^T for r = 1 .. R ,
-      S_t = S_t^R ,   o_t = scale S_t^T q_t
+      S_t^0 = Diag(exp g_t) S_{t-1} ,   S_t = S_t^R ,   o_t = scale S_t^T q_t ,
+      S_t^r = S_t^{r-1} + k_t^r (beta_t^r (v_t^r - S_t^{r-1}^T k_t^r))^T for r = 1 .. R
 
-  So its transition is a product of R Householder-like factors. Computed as `delta_rule` on T R tokens.
+  So its transition is a product of R Householder-like factors. Computed as `delta_rule` on T R
+  tokens.
 
   Args:
     q: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
     k: [B T R H K], expected at unit length.
     v: [B T R HV V].
     beta: [B T R HV], write strengths, in (0, 2).
-    g: log decay (natural), <= 0: None for none, [B T HV] for one a head, [B T HV K] for one a channel of the key.
-    scale: of the output; None for K^-1/2.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the
+      key.
+    scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
-      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: delta steps (of which a token has R) in a chunk of the chunked form; None for 64, or 32 with
-      one decay a channel.
-    impl: the form, see above.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: delta steps in a chunk ("chunked"), of which a token has R; None for 64, or 32 with
+      decays per channel.
+    impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "chunked"; "recurrent" for one token).
 
   Returns:
-    o [B T HV V] in v.dtype, and the state after the last is_token token, [B HV K V] in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
-    NotImplementedError: the named form does not exist for this.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
+    NotImplementedError: the named implementation cannot do this.
 
-  Paper: Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products", 2025,
-  arXiv:2502.10297, equation 4.
+  Paper: Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder
+  Products", 2025, arXiv:2502.10297, equation 4.
   """
-  sizes = _shapes.check(
-    q=(q, "B T H K"),
-    k=(k, "B T R H K"),
-    v=(v, "B T R HV V"),
-    beta=(beta, "B T R HV"),
-    g=(g, "B T HV | B T HV K"),
-    initial_state=(initial_state, "B HV K V"),
-    segment_ids=(segment_ids, "B T", "int"),
-  )
-  _shapes.check_not_nan(segment_ids, g=g, beta=beta)
-  R = sizes["R"]
-  if R == 0:
-    raise ValueError(
-      "`k` must be [B T R H K] with R of at least 1, the corrections of a token; got R = 0."
-    )
-  steps = lambda x: lax.collapse(x, 1, 3)
-  alone = lambda x, r: steps(
-    jnp.pad(x[:, :, None], [(0, 0), (0, 0), (r, R - 1 - r)] + [(0, 0)] * (x.ndim - 2))
-  )
-  o, state = delta_rule(
-    alone(q, R - 1),
-    steps(k),
-    steps(v),
-    steps(beta),
-    None if g is None else alone(g, 0),
+  return call(
+    DELTA_PRODUCT,
+    dict(q=q, k=k, v=v, beta=beta, g=g),
     scale=scale,
     initial_state=initial_state,
-    segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, R, axis=1),
+    segment_ids=segment_ids,
     chunk_size=chunk_size,
     impl=impl,
   )
-  return o[:, R - 1 :: R], state
 
 
 def gated_oja(
@@ -198,60 +154,50 @@ def gated_oja(
   chunk_size: int | None = None,
   impl: str = "auto",
 ) -> tuple[Float[Array, "B T HV V"], Matrix]:
-  """Oja's rule with decay on the value side: the delta rule of the transposed state, with keys and values exchanged.
+  """Oja's rule with decay on the value side: a delta rule of the transposed state.
 
-      S'_t = S_{t-1} Diag(exp g_t) ,   S_t = S'_t + (k_t - S'_t v_t) (beta_t v_t)^T ,   o_t = scale S_t^T q_t
+      S'_t = S_{t-1} Diag(exp g_t) ,   S_t = S'_t + (k_t - S'_t v_t) (beta_t v_t)^T ,
+      o_t = scale S_t^T q_t
 
   Args:
     q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
     v: [B T HV V], expected at unit length.
     beta: [B T HV], write strength, in (0, 1).
-    g: log decay (natural), <= 0: None for none, [B T HV] for one a head, [B T HV V] for one a channel of the value.
-    scale: of the output; None for K^-1/2.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV V] per channel of the
+      value.
+    scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
-      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
-      one decay a channel.
-    impl: the form, see above.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
+      or 32 with decays per channel.
+    impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), or "auto"
+      ("chunked"; "recurrent" for one token). "pallas" (GPU kernels) does not exist for this op.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state after the last is_token token, [B HV K V] in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
-    NotImplementedError: the named form does not exist for this.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
+    NotImplementedError: the named implementation cannot do this.
 
-  Paper: E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", 1982, doi:10.1007/BF00275687; as a state of fast
-  weights: Irie et al., "Images as Weight Matrices", 2022, arXiv:2210.06184, equation 6.
+  Papers: E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", 1982,
+  doi:10.1007/BF00275687; as a state of fast weights: Irie et al., "Images as Weight Matrices",
+  2022, arXiv:2210.06184, equation 6.
   """
-  sizes = _shapes.check(
-    q=(q, "B T H K"),
-    k=(k, "B T H K"),
-    v=(v, "B T HV V"),
-    beta=(beta, "B T HV"),
-    g=(g, "B T HV | B T HV V"),
-    initial_state=(initial_state, "B HV K V"),
-    segment_ids=(segment_ids, "B T", "int"),
+  return call(
+    GATED_OJA,
+    dict(q=q, k=k, v=v, beta=beta, g=g),
+    scale=scale,
+    initial_state=initial_state,
+    segment_ids=segment_ids,
+    chunk_size=chunk_size,
+    impl=impl,
   )
-  _shapes.check_not_nan(segment_ids, g=g, beta=beta)
-  dtype, precision = accumulation_dtype(q, k, v, beta, g, initial_state), product_precision(q, k, v)
-  tokens = _delta.DeltaTokens(
-    *(cast(x, dtype) for x in (q, v, k, beta, None, g))
-  )  # keys and values exchanged
-  state = jnp.swapaxes(first_state(initial_state, sizes, dtype), -1, -2)
-  o, state = run(
-    _delta.by_rows,
-    tokens,
-    state,
-    segment_ids,
-    sizes,
-    impl,
-    chunk_size,
-    precision,
-    _shapes.scale_of(scale, sizes),
-  )
-  return o.reshape(v.shape).astype(v.dtype), jnp.swapaxes(state, -1, -2)
 
 
 def dplr(
@@ -273,62 +219,74 @@ def dplr(
       S_t = Diag(exp g_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T ,   o_t = scale S_t^T q_t
 
   Args:
-    q, k, a, b: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H. For a state that stays bounded,
-      Diag(exp g) + b a^T must not lengthen; nothing checks that.
+    q, k, a, b: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H. A state
+      stays bounded if Diag(exp g) + b a^T lengthens no vector; nothing checks that.
     v: [B T HV V].
-    g: log decay (natural), <= 0: None for none (IPLR), [B T HV] for one a head, [B T HV K] for one a channel of the key.
-    scale: of the output; None for K^-1/2.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the
+      key.
+    scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
-      first document); a token of id < 0 is padding: it reads, writes and decays nothing, and its output is 0.
-    chunk_size: tokens in a chunk of the chunked form, taken up to a power of two of at least 16; None for 64, or 32 with
-      one decay a channel.
-    impl: the form, see above; `"pallas"` is for K up to 256 where all of q, k, v, a and b are bfloat16, else 128.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
+      or 32 with decays per channel.
+    impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k, v, a and b are
+      bfloat16, else 128.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state after the last is_token token, [B HV K V] in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
-    NotImplementedError: the named form does not exist for this.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
+    NotImplementedError: the named implementation cannot do this.
 
-  Papers: Peng et al., "RWKV-7 Goose", 2025, arXiv:2503.14456, its state evolution (a = -kappa, b = kappa iclr); Hu et al., "Comba",
-  2025, arXiv:2506.02475 (a = p, b = -beta k).
+  Papers: Peng et al., "RWKV-7 Goose", 2025, arXiv:2503.14456, its state evolution (a = -kappa,
+  b = kappa iclr); Hu et al., "Comba", 2025, arXiv:2506.02475 (a = p, b = -beta k).
   """
-  sizes = _shapes.check(
-    q=(q, "B T H K"),
-    k=(k, "B T H K"),
-    v=(v, "B T HV V"),
-    a=(a, "B T H K"),
-    b=(b, "B T H K"),
-    g=(g, "B T HV | B T HV K"),
-    initial_state=(initial_state, "B HV K V"),
-    segment_ids=(segment_ids, "B T", "int"),
+  return call(
+    DPLR,
+    dict(q=q, k=k, v=v, a=a, b=b, g=g),
+    scale=scale,
+    initial_state=initial_state,
+    segment_ids=segment_ids,
+    chunk_size=chunk_size,
+    impl=impl,
   )
-  _shapes.check_not_nan(segment_ids, g=g)
-  supports = functools.partial(
-    pallas.supports_dplr, q, k, v, a, b, g, initial_state, chunk_size=chunk_size
-  )
-  if use_kernels(impl, supports, sizes):
-    tokens = (q, k, v, a, b, cast(g, jnp.float32))
-    return by_kernels(
-      pallas.run_dplr, supports, tokens, initial_state, segment_ids, sizes, scale, chunk_size
-    )
-  dtype, precision = (
-    accumulation_dtype(q, k, v, a, b, g, initial_state),
-    product_precision(q, k, v, a, b),
-  )
-  tokens = _dplr.DplrTokens(*(cast(x, dtype) for x in (q, k, v, a, b, g)))
-  state = first_state(initial_state, sizes, dtype)
-  o, state = run(
-    _dplr.rule,
-    tokens,
-    state,
-    segment_ids,
-    sizes,
-    impl,
-    chunk_size,
-    precision,
-    _shapes.scale_of(scale, sizes),
-  )
-  return o.astype(v.dtype), state
+
+
+# --- rows ---
+
+
+def _kernels(x, state, document, scale: float):
+  """By one strength per token, or by strengths per channel."""
+  if x.write is None:
+    return pallas.run_delta_rule(x.q, x.k, x.v, x.erase, x.g, state, document, scale)
+  strengths = x.erase, x.write
+  return pallas.run_delta_rule_by_channel(x.q, x.k, x.v, *strengths, x.g, state, document, scale)
+
+
+def _supports(x, state, chunk_size: int | None) -> str | None:
+  arrays = x.q, x.k, x.v, x.erase
+  if x.write is None:
+    return pallas.supports_delta_rule(*arrays, x.g, state, chunk_size=chunk_size)
+  return pallas.supports_delta_rule_by_channel(*arrays, x.write, x.g, state, chunk_size=chunk_size)
+
+
+def _dplr_kernels(x, state, document, scale: float):
+  return pallas.run_dplr(x.q, x.k, x.v, x.a, x.b, x.g, state, document, scale)
+
+
+def _dplr_supports(x, state, chunk_size: int | None) -> str | None:
+  return pallas.supports_dplr(x.q, x.k, x.v, x.a, x.b, x.g, state, chunk_size=chunk_size)
+
+
+DELTA_RULE = Op(family=families.DELTA_RULE, kernels=_kernels, supports=_supports)
+DELTA_PRODUCT = Op(family=families.DELTA_PRODUCT, kernels=_kernels, supports=_supports)
+GATED_OJA = Op(family=families.GATED_OJA)
+DPLR = Op(family=families.DPLR, kernels=_dplr_kernels, supports=_dplr_supports)

@@ -1,18 +1,10 @@
 """Elementwise states."""
 
-import functools
-import math
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from lajax import _shapes, pallas
-from lajax._numerics import accumulation_dtype
-from lajax.ops.run import refuse, run, use_kernels, without_padding
-from lajax.recurrence import linear_recurrence as _elementwise
-from lajax.recurrence.documents import blank_padding, packing
+from lajax import pallas
+from lajax.ops.run import Op, call
+from lajax.recurrence import families
 
 
 def linear_recurrence(
@@ -28,73 +20,51 @@ def linear_recurrence(
       h_t = exp(log_a_t) h_{t-1} + x_t
 
   Args:
-    x: [B T ..], any axes behind (for Mamba: channels and state).
+    x: [B T ..], any axes behind (for Mamba: channels and state), up to seven.
     log_a: the same shape; log decay (natural), <= 0.
     initial_state: [B ..], h before the first token; None for zeros.
-    segment_ids: [B T], the document of each token. A change of id sets the state to zero (the initial state belongs to the
-      first document); a token of id < 0 is padding: it writes and decays nothing, and its output is 0.
-    impl: the form, see above; "auto" is the token scan on a CPU, where it is the fastest, kernels on NVIDIA GPUs, and
-      chunked elsewhere.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "recurrent" on a CPU, where it is the fastest, and "chunked" elsewhere).
 
   Returns:
-    h [B T ..] in x.dtype, and h after the last is_token token, [B ..] in float32 (float64 if an input is).
+    h [B T ..] in x.dtype, and h behind the last token that is not padding, [B ..] in float32
+    (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
-    NotImplementedError: the named form does not exist for this.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
+    NotImplementedError: the named implementation cannot do this.
 
-  Papers: Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length", 2017, arXiv:1709.04057, equation
-  5; De et al., "Griffin" (RG-LRU), 2024, arXiv:2402.19427, equation 4; Gu and Dao, "Mamba", 2023, arXiv:2312.00752, equation 2a.
+  Papers: Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length", 2017,
+  arXiv:1709.04057, equation 5; De et al., "Griffin" (RG-LRU), 2024, arXiv:2402.19427, equation 4;
+  Gu and Dao, "Mamba", 2023, arXiv:2312.00752, equation 2a.
   """
-  channels = " ".join(f"D{n}" for n in range(np.ndim(x) - 2))
-  sizes = _shapes.check(
-    x=(x, f"B T {channels}"),
-    log_a=(log_a, f"B T {channels}"),
-    initial_state=(initial_state, f"B {channels}"),
-    segment_ids=(segment_ids, "B T", "int"),
+  op = _OPS[families.linear_recurrence_of(getattr(x, "ndim", 2) - 2)]
+  return call(
+    op, dict(x=x, log_a=log_a), initial_state=initial_state, segment_ids=segment_ids, impl=impl
   )
-  _shapes.check_not_nan(segment_ids, log_a=log_a)
-  supports = functools.partial(pallas.supports_linear_recurrence, x, log_a, initial_state)
-  if use_kernels(impl, supports, sizes):
-    refuse(supports())
-    return _by_kernels(x, log_a, initial_state, segment_ids)
-  dtype = accumulation_dtype(x, log_a, initial_state)
-  flat = lambda a: a.astype(dtype).reshape(*x.shape[:2], 1, math.prod(x.shape[2:]))
-  h0 = (
-    jnp.zeros((x.shape[0], *x.shape[2:]), dtype)
-    if initial_state is None
-    else initial_state.astype(dtype)
-  )
-  tokens = _elementwise.ElementwiseTokens(flat(x), flat(log_a))
-  one_head = {**sizes, "H": 1, "HV": 1}
-  h, state = run(
-    _elementwise.rule,
-    tokens,
-    h0.reshape(x.shape[0], 1, math.prod(x.shape[2:]), 1),
-    segment_ids,
-    one_head,
-    impl,
-    None,
-    None,
-  )
-  return h.reshape(x.shape).astype(x.dtype), state.reshape(h0.shape)
 
 
-def _by_kernels(x, log_a, initial_state, segment_ids):
-  shape = (x.shape[0], *x.shape[2:])
-  state = (
-    jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
-  )
-  return (x, state) if x.size == 0 else _compute_by_kernels(x, log_a, state, segment_ids)
+# --- rows ---
 
 
-@jax.jit
-def _compute_by_kernels(x, log_a, state, segment_ids):
-  flat = lambda a: a.reshape(*a.shape[:2], -1)
-  shape, document, is_token = x.shape, None, None
-  x, log_a = flat(x), flat(log_a)
-  if segment_ids is not None:
-    document, is_token = packing(segment_ids)
-    x, log_a = blank_padding((x, log_a), is_token)
-  h, last = pallas.run_linear_recurrence(x, log_a, state.reshape(shape[0], -1), document)
-  return without_padding(h, is_token).reshape(shape), last.reshape(state.shape)
+def _kernels(tokens, state, document, scale: None):
+  """The kernels have no axis of heads: [B T D] and [B D]."""
+  x, log_a = tokens.x[:, :, 0], tokens.log_a[:, :, 0]
+  h, last = pallas.run_linear_recurrence(x, log_a, state[:, 0, :, 0], document)
+  return h[:, :, None], last[:, None, :, None]
+
+
+def _supports(tokens, state, chunk_size: None) -> str | None:
+  return pallas.supports_linear_recurrence(tokens.x, tokens.log_a, state)
+
+
+_OPS = {  # by family: one for each number of axes behind B and T
+  family: Op(family=family, kernels=_kernels, supports=_supports, fastest_on_cpu="recurrent")
+  for family in families.LINEAR_RECURRENCES
+}

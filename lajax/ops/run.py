@@ -1,128 +1,195 @@
-"""What every operation does once its arguments are checked: choose the form, and run it."""
+"""What every op does: check the arguments, choose an implementation, run it in one traced function.
 
+An op is a row: a family of `lajax.recurrence.families`, its kernels, and what they support. All
+array work happens inside `_compute`, so that one wrapper serves explicit meshes, and one
+compilation serves a new length.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Float
 
 from lajax import _shapes, pallas
-from lajax._numerics import vary_like
-from lajax.recurrence import linear_recurrence
+from lajax._meshes import on_automatic_axes
+from lajax._numerics import product_precision
+from lajax.recurrence import families
 from lajax.recurrence.chunks import chunked
 from lajax.recurrence.documents import blank_padding, packing
+from lajax.recurrence.families import Call, Family, Problem
 from lajax.recurrence.tokens import associative, recurrent
 
 Matrix = Float[jax.Array, "B HV K V"]
 
-CHUNK = 64  # tokens in a chunk
-CHANNEL_CHUNK = 32  # with one decay a channel, where pairs of tokens cost more
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Op:
+  """A row of the table of ops.
+
+  family: letters of the arguments, and the rule that computes them in plain jnp.
+  kernels: (tokens, state, document, scale) -> (o, state); None for an op without kernels. Operands
+    come as they are, gates and the state in float32.
+  supports: (tokens, state, chunk_size) -> None, or a sentence that says what the kernels do not
+    take.
+  fastest_on_cpu: what "auto" takes on a CPU.
+  """
+
+  family: Family
+  kernels: Callable | None = None
+  supports: Callable | None = None
+  fastest_on_cpu: str = "chunked"
 
 
-def cast(x, dtype) -> Any:
-  return None if x is None else x.astype(dtype)
+class Options(NamedTuple):
+  """What a traced call is specialised to."""
+
+  impl: str  # never "auto"
+  chunk_size: int | None = None
+  scale: float | None = None  # None where it is traced, or where nothing is scaled
+  eps: float = 0.0
 
 
-def first_state(initial, sizes, dtype):
-  if initial is None:
-    return jnp.zeros((sizes["B"], sizes["HV"], sizes["K"], sizes["V"]), dtype)
-  return initial.astype(dtype)
-
-
-def run(rule, tokens, state, segment_ids, sizes, impl, chunk_size, precision, scale=None):
-  """The form `impl` of a rule; `scale` is a factor of the queries that tokens hold, None for none."""
-  _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
+def call(
+  op: Op,
+  arrays: Mapping[str, Any],
+  *,
+  scale=None,
+  eps: float = 0.0,
+  initial_state=None,
+  segment_ids=None,
+  chunk_size: int | None = None,
+  impl: str = "auto",
+):
+  """Runs an op: checks its arguments, chooses an implementation, computes (output, final state)."""
+  family = op.family
+  sizes, parts = family.check(arrays, initial_state, segment_ids)
+  _shapes.check_known(sizes, "T")
   _shapes.check_option("impl", impl, _shapes.IMPLS)
-  _shapes.check_positive("chunk_size", chunk_size)
+  chunk_size = _shapes.check_positive("chunk_size", chunk_size)
+  number, traced = families.factor(family, scale, sizes)
+  segment_ids = _shapes.check_ids(segment_ids)
+  _shapes.check_not_nan(segment_ids, **{name: arrays[name] for name in family.gates})
+  _shapes.check_below_infinity(segment_ids, **{name: arrays[name] for name in family.weights})
+  given = Call(dict(arrays), tuple(parts), segment_ids, traced, eps)
+  impl = _choose(op, impl, given, sizes, chunk_size)
+  options = Options(impl, chunk_size, number, eps)
+  o, state = _compute(op, options, given.arrays, given.state, segment_ids, traced)
+  return o, state[0] if len(state) == 1 else state
+
+
+def _choose(op: Op, impl: str, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) -> str:
+  """Returns the implementation of a call; refuses kernels that are named and cannot do it."""
+  refusal = functools.partial(_refusal, op, given, sizes, chunk_size)
   if impl == "pallas":
-    raise NotImplementedError(
-      "impl='pallas' has no kernel for this operation yet; use impl='chunked' or impl='auto'."
-    )
-  if impl == "auto":
-    elementwise = rule is linear_recurrence.rule and jax.default_backend() == "cpu"
-    impl = "recurrent" if sizes["T"] == 1 or elementwise else "chunked"
-  if sizes["T"] == 0 or 0 in state.shape:
-    return jnp.zeros(
-      (sizes["B"], sizes["T"], *state.shape[1:2], *state.shape[3:]), state.dtype
-    ), state
-  by_channel = getattr(tokens, "g", None) is not None and tokens.g.ndim == 4
-  chunk_size = chunk_size or (CHANNEL_CHUNK if by_channel else CHUNK)
-  if scale is not None and not (
-    impl == "chunked" and isinstance(scale, float)
-  ):  # an array has derivatives
-    tokens, scale = tokens._replace(q=tokens.q * jnp.asarray(scale, tokens.q.dtype)), None
-  return _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision, scale)
+    refuse(refusal())
+  if impl != "auto":
+    return impl
+  if sizes.T == 1:
+    return "recurrent"
+  if pallas.wanted(impl) and refusal() is None:
+    return "pallas"
+  return op.fastest_on_cpu if jax.default_backend() == "cpu" else "chunked"
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "impl", "chunk_size", "precision", "scale"))
-def _compute(rule, tokens, state, segment_ids, impl, chunk_size, precision, scale):
-  state = vary_like(state, tokens)
-  document = is_token = None
-  if segment_ids is not None:
-    document, is_token = packing(segment_ids)
-    tokens = blank_padding(tokens, is_token)
-  if impl == "chunked":
-    o, state = chunked(
-      rule, tokens, state, document, scale=scale, chunk_size=chunk_size, precision=precision
+def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) -> str | None:
+  """Says in a sentence what the kernels do not take of a call, or None; reads no values."""
+  if op.supports is None:
+    return "this operation has no kernel yet."
+  if isinstance(given.scale, Tracer):
+    return (
+      "`scale` must be a number known when the function is traced; got a traced array. "
+      "Multiply `q` by it."
     )
-  else:
-    form = {"recurrent": recurrent, "associative": associative}[impl]
-    o, state = form(rule, tokens, state, document)
-  return without_padding(o, is_token), state
+  if 0 in (sizes[letter] for letter in op.family.output.split()):
+    return None  # nothing is launched
+
+  def inputs(arrays, state, segment_ids):
+    call = Call(arrays, state, segment_ids, 1.0, given.eps, by_kernels=True)
+    problem = op.family.problem(call)
+    return problem.tokens, problem.state
+
+  return op.supports(
+    *jax.eval_shape(inputs, given.arrays, given.state, given.segment_ids), chunk_size
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compute(op: Op, options: Options, arrays, state, segment_ids, traced_scale):
+  """Computes (output, parts of the final state): all array work of a call."""
+  family, by_kernels = op.family, options.impl == "pallas"
+
+  def compute(arrays, state, segment_ids, traced_scale):
+    scale = traced_scale if options.scale is None else options.scale
+    given = Call(arrays, state, segment_ids, scale, options.eps, by_kernels)
+    problem = family.problem(given)
+    run = _run_kernels if by_kernels else _run_rule
+    tokens = problem.tokens
+    document = is_token = None
+    if problem.segment_ids is not None:
+      document, is_token = packing(problem.segment_ids)
+      problem = problem._replace(tokens=blank_padding(tokens, is_token))
+    like = arrays[family.like]
+    if any(0 in x.shape for x in (problem.state, *jax.tree.leaves(tokens))):
+      output = jnp.zeros(family.output_shape(given), like.dtype)
+      return output, problem.final(problem.state)
+    o, final = run(op, problem, document, scale, options)
+    o = problem.output(without_padding(o, is_token))
+    return o.astype(like.dtype), problem.final(final)
+
+  layouts = lambda arrays, state, segment_ids, scale: families.layouts(
+    family, Call(arrays, state, segment_ids, scale)
+  )
+  return on_automatic_axes(compute, layouts)(arrays, state, segment_ids, traced_scale)
+
+
+def _run_rule(op: Op, problem: Problem, document, scale, options: Options):
+  """The family's rule in plain jnp."""
+  tokens, family = problem.tokens, op.family
+  precision = product_precision(*(getattr(tokens, name) for name in family.operands))
+  if options.impl != "chunked":
+    run = {"recurrent": recurrent, "associative": associative}[options.impl]
+    return run(problem.rule, *families.widened(problem, scale), document)
+  number = options.scale  # multiplies what tokens read, which costs no pass over the queries
+  wide, state = families.widened(problem, None if number is not None else scale)
+  chunk_size = options.chunk_size or family.chunk_length(tokens)
+  return chunked(
+    problem.rule, wide, state, document, scale=number, chunk_size=chunk_size, precision=precision
+  )
+
+
+def _run_kernels(op: Op, problem: Problem, document, scale, options: Options):
+  """The op's kernels: operands in their own dtype, gates in float32."""
+  tokens, operands = problem.tokens, op.family.operands
+  gates = {n: x for n, x in tokens._asdict().items() if n not in operands and x is not None}
+  tokens = tokens._replace(**{name: x.astype(jnp.float32) for name, x in gates.items()})
+  assert op.kernels is not None  # `_choose` has asked
+  return op.kernels(tokens, problem.state, document, scale)
 
 
 def without_padding(o: jax.Array, is_token: jax.Array | None) -> jax.Array:
-  """Outputs [B T ..], zeros where a token is not is_token."""
-  return (
-    o
-    if is_token is None
-    else jnp.where(
-      is_token.reshape(*is_token.shape, *(1,) * (o.ndim - 2)), o, jnp.zeros((), o.dtype)
-    )
-  )
+  """Outputs [B T ..], zeros at padding."""
+  return o if is_token is None else blank_padding(o, is_token)
 
 
-def use_kernels(impl: str, supports: Callable[[], str | None], sizes) -> bool:
-  """Whether kernels compute: where they are named; for "auto" on a GPU, of more than one token, if they take the arguments."""
+def use_kernels(impl: str, supports: Callable[[], str | None], sizes: _shapes.Sizes) -> bool:
+  """Whether kernels compute: named, or by "auto" for more than one token if they take the call."""
   return impl == "pallas" or (sizes["T"] > 1 and pallas.wanted(impl) and supports() is None)
 
 
-def by_kernels(
-  kernels: Callable,
-  supports: Callable[[], str | None],
-  tokens,
-  initial_state,
-  segment_ids,
-  sizes,
-  scale,
-  chunk_size,
-):
-  """`impl="pallas"` of a matrix state: kernels(*tokens, state, document, scale), tokens being q, k, v and others, gates in float32.
-
-  `supports` says in a sentence what the kernels do not take; it is asked once the arguments are known to be right.
-  """
-  _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
-  _shapes.check_positive("chunk_size", chunk_size)
-  refuse(supports())
-  v = tokens[2]
-  state = first_state(initial_state, sizes, jnp.float32)
-  if 0 in v.shape or 0 in state.shape:
-    return jnp.zeros(v.shape, v.dtype), state
-  return _compute_by_kernels(
-    kernels, tokens, state, segment_ids, float(_shapes.scale_of(scale, sizes))
-  )
-
-
-@functools.partial(jax.jit, static_argnames=("kernels", "scale"))
-def _compute_by_kernels(kernels, tokens, state, segment_ids, scale):
-  document = is_token = None
-  if segment_ids is not None:
-    document, is_token = packing(segment_ids)
-    tokens = blank_padding(tokens, is_token)
-  o, state = kernels(*tokens, state, document, scale)
-  return without_padding(o, is_token), state
+def kernels_compute(impl: str, supports: Callable[[], str | None], x: jax.Array) -> bool:
+  """Whether a kernel computes an op with one form in plain JAX; refuses a named one that cannot."""
+  _shapes.check_option("impl", impl, _shapes.IMPLS)
+  if not x.size or not pallas.wanted(impl):
+    return False
+  reason = supports()
+  if impl == "pallas":
+    refuse(reason)
+  return reason is None
 
 
 def refuse(reason: str | None) -> None:

@@ -1,17 +1,26 @@
-"""One token of each family, for decoding: step(state, token) -> (state, output). No axis T."""
+"""One token of each family, for decoding: step(state, token) -> (state, output). No axis T.
 
-from collections.abc import Callable
+A step is its op on one token, token by token: the same problem of `lajax.recurrence.families`, the
+same checks, the same numbers. On explicit meshes the state keeps its layout, so that it rides in a
+scan.
+"""
+
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lajax import _shapes
-from lajax._numerics import accumulation_dtype
-from lajax.recurrence import delta_rule, dplr, linear_attention, linear_recurrence, mlstm
+from lajax._meshes import on_automatic_axes
+from lajax.recurrence import families
+from lajax.recurrence.families import Call, Family
+from lajax.recurrence.tokens import recurrent
 
 Matrix = Float[Array, "B HV K V"]
+WithNormalizer = tuple[Matrix, Float[Array, "B HV K"]]
+WithMaximum = tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]]
 
 
 def linear_attention_step(
@@ -24,30 +33,33 @@ def linear_attention_step(
   scale: float | None = None,
   bonus: Float[Array, "H K"] | None = None,
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
-  """One token of `lajax.linear_attention`: S = Diag(exp g) S + k v^T, o = scale S^T q, or with a bonus u
-  o = scale (S + Diag(u) k v^T)^T q of the state before."""
-  sizes = _shapes.check(
-    q=(q, "B H K"),
-    k=(k, "B H K"),
-    v=(v, "B HV V"),
-    g=(g, "B HV | B HV K"),
-    bonus=(bonus, "H K"),
-    state=(state, "B HV K V"),
-  )
-  dtype = accumulation_dtype(q, k, v, g, bonus, state)
-  wide = _heads(sizes, dtype)
-  tokens = linear_attention.AdditiveTokens(
-    wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(g)
-  )
+  """One token of `lajax.linear_attention`.
+
+      S = Diag(exp g) S + k v^T ,   o = scale S^T q
+
+  With `bonus` u the token reads the state before: o = scale (S + Diag(u) k v^T)^T q.
+
+  Args:
+    state: [B HV K V], before the token.
+    q, k, v: [B H K], [B H K] and [B HV V].
+    g: log decay (natural), <= 0: None for none, [B HV] per head, [B HV K] per channel of the key.
+    scale: factor of the output; None for K^-1/2.
+    bonus: [H K], weight of the token's own write; None to read the state behind the token.
+
+  Returns:
+    The state behind the token, in float32 (float64 if an input is), and o [B HV V] in v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  arrays = dict(q=q, k=k, v=v, g=g)
   if bonus is None:
-    return _step(linear_attention.rule, state.astype(dtype), tokens, v.dtype)
-  state, o = _step(linear_attention.reading_before, state.astype(dtype), tokens, dtype)
-  own = (tokens.q * tokens.k * wide(bonus[None])).sum(-1, keepdims=True)
-  return state, (o + own * tokens.v).astype(v.dtype)
+    return _step(families.LINEAR_ATTENTION, state, arrays, scale)
+  return _step(families.LINEAR_ATTENTION_WITH_BONUS, state, arrays | {"bonus": bonus}, scale)
 
 
 def normalized_linear_attention_step(
-  state: tuple[Matrix, Float[Array, "B HV K"]],
+  state: WithNormalizer,
   q: Float[Array, "B H K"],
   k: Float[Array, "B H K"],
   v: Float[Array, "B HV V"],
@@ -55,16 +67,29 @@ def normalized_linear_attention_step(
   *,
   scale: float | None = None,
   eps: float = 1e-10,
-) -> tuple[tuple[Matrix, Float[Array, "B HV K"]], Float[Array, "B HV V"]]:
-  """One token of `lajax.normalized_linear_attention`: as `linear_attention_step`, divided by scale q.z + eps."""
-  S, z = _shapes.check_parts("state", state, ("S", "z"))
-  _shapes.check(v=(v, "B HV V"), S=(S, "B HV K V"), z=(z, "B HV K"))
-  _shapes.check_not_negative("eps", eps)
-  values = linear_attention.with_ones(v).astype(accumulation_dtype(v, S))
-  joined, read = linear_attention_step(
-    jnp.concatenate([S, z[..., None]], axis=-1), q, k, values, g, scale=scale
+) -> tuple[WithNormalizer, Float[Array, "B HV V"]]:
+  """One token of `lajax.normalized_linear_attention`.
+
+      S = Diag(exp g) S + k v^T ,   z = Diag(exp g) z + k ,   o = scale S^T q / (scale q.z + eps)
+
+  Args:
+    state: (S [B HV K V], z [B HV K]), before the token.
+    q, k, v: [B H K], [B H K] and [B HV V]; features q and k should not be negative.
+    g: log decay (natural), <= 0: None for none, [B HV] per head, [B HV K] per channel of the key.
+    scale: factor of q; None for K^-1/2.
+    eps: added to the denominator, a number of at least 0.
+
+  Returns:
+    The state (S, z) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  eps = _shapes.check_not_negative("eps", eps)
+  return _step(
+    families.NORMALIZED_LINEAR_ATTENTION, state, dict(q=q, k=k, v=v, g=g), scale, eps=eps
   )
-  return (joined[..., :-1], joined[..., -1]), linear_attention.divided(read, eps).astype(v.dtype)
 
 
 def delta_rule_step(
@@ -79,25 +104,27 @@ def delta_rule_step(
   write: Float[Array, "B HV V"] | None = None,
   scale: float | None = None,
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
-  """One token of `lajax.delta_rule`: S = Diag(exp g) S ; S = S + k (beta (v - S^T k))^T, o = scale S^T q."""
-  sizes = _shapes.check(
-    q=(q, "B H K"),
-    k=(k, "B H K"),
-    v=(v, "B HV V"),
-    beta=(beta, "B HV"),
-    g=(g, "B HV | B HV K"),
-    erase=(erase, "B HV K"),
-    write=(write, "B HV V"),
-    state=(state, "B HV K V"),
-  )
+  """One token of `lajax.delta_rule`.
+
+      S' = Diag(exp g) S ,   S = S' + k (beta (v - S'^T k))^T ,   o = scale S^T q
+
+  Args:
+    state: [B HV K V], before the token.
+    q, k, v: [B H K], [B H K] and [B HV V]; k is expected at unit length.
+    beta: [B HV], write strength; None with `erase` and `write`.
+    g: log decay (natural), <= 0: None for none, [B HV] per head, [B HV K] per channel of the key.
+    erase, write: [B HV K] and [B HV V], strengths per channel in place of `beta`.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state behind the token, in float32 (float64 if an input is), and o [B HV V] in v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
   _shapes.check_strengths(beta, erase, write)
-  dtype = accumulation_dtype(q, k, v, beta, g, erase, write, state)
-  wide = _heads(sizes, dtype)
-  erase = beta if erase is None else erase
-  tokens = delta_rule.DeltaTokens(
-    wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (k, v, erase, write, g))
-  )
-  return _step(delta_rule.rule, state.astype(dtype), tokens, v.dtype)
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g, erase=erase, write=write)
+  return _step(families.DELTA_RULE, state, arrays, scale)
 
 
 def delta_product_step(
@@ -110,29 +137,25 @@ def delta_product_step(
   *,
   scale: float | None = None,
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
-  """One token of `lajax.delta_product`: S = Diag(exp g) S, then R delta steps, then o = scale S^T q."""
-  sizes = _shapes.check(
-    q=(q, "B H K"),
-    k=(k, "B R H K"),
-    v=(v, "B R HV V"),
-    beta=(beta, "B R HV"),
-    g=(g, "B HV | B HV K"),
-    state=(state, "B HV K V"),
-  )
-  dtype = accumulation_dtype(q, k, v, beta, g, state)
-  wide = _heads(sizes, dtype)
-  state, k = state.astype(dtype), jnp.stack([wide(k[:, r]) for r in range(sizes["R"])], axis=1)
-  state = jax.vmap(jax.vmap(linear_attention.decay_state))(wide(g), state)
+  """One token of `lajax.delta_product`: one decay, R delta steps, one read.
 
-  def correct(state, x):
-    k, v, beta = x
-    error = beta[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", state, k, precision="highest"))
-    return state + k[..., :, None] * error[..., None, :], None
+      S^0 = Diag(exp g) S ,   S^r = S^{r-1} + k^r (beta^r (v^r - S^{r-1}^T k^r))^T ,
+      o = scale S^R^T q
 
-  first = lambda x: jnp.moveaxis(x.astype(dtype), 1, 0)
-  state, _ = jax.lax.scan(correct, state, (first(k), first(v), first(beta)))
-  o = (state * (wide(q) * _shapes.scale_of(scale, sizes))[..., None]).sum(-2)
-  return state, o.astype(v.dtype)
+  Args:
+    state: [B HV K V], before the token.
+    q: [B H K].
+    k, v, beta: [B R H K], [B R HV V] and [B R HV], the token's R corrections.
+    g: log decay (natural), <= 0: None for none, [B HV] per head, [B HV K] per channel of the key.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state behind the token, in float32 (float64 if an input is), and o [B HV V] in v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  return _step(families.DELTA_PRODUCT, state, dict(q=q, k=k, v=v, beta=beta, g=g), scale)
 
 
 def gated_oja_step(
@@ -145,22 +168,24 @@ def gated_oja_step(
   *,
   scale: float | None = None,
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
-  """One token of `lajax.gated_oja`: S = S Diag(exp g) ; S = S + (k - S v) (beta v)^T, o = scale S^T q."""
-  sizes = _shapes.check(
-    q=(q, "B H K"),
-    k=(k, "B H K"),
-    v=(v, "B HV V"),
-    beta=(beta, "B HV"),
-    g=(g, "B HV | B HV V"),
-    state=(state, "B HV K V"),
-  )
-  dtype = accumulation_dtype(q, k, v, beta, g, state)
-  wide = _heads(sizes, dtype)
-  tokens = delta_rule.DeltaTokens(
-    wide(q) * _shapes.scale_of(scale, sizes), *map(wide, (v, k, beta, None, g))
-  )
-  turned, o = _step(delta_rule.by_rows, jnp.swapaxes(state.astype(dtype), -1, -2), tokens, v.dtype)
-  return jnp.swapaxes(turned, -1, -2), o
+  """One token of `lajax.gated_oja`.
+
+      S' = S Diag(exp g) ,   S = S' + (k - S' v) (beta v)^T ,   o = scale S^T q
+
+  Args:
+    state: [B HV K V], before the token.
+    q, k, v: [B H K], [B H K] and [B HV V]; v is expected at unit length.
+    beta: [B HV], write strength.
+    g: log decay (natural), <= 0: None for none, [B HV] per head, [B HV V] per channel of the value.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state behind the token, in float32 (float64 if an input is), and o [B HV V] in v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  return _step(families.GATED_OJA, state, dict(q=q, k=k, v=v, beta=beta, g=g), scale)
 
 
 def dplr_step(
@@ -174,26 +199,28 @@ def dplr_step(
   *,
   scale: float | None = None,
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
-  """One token of `lajax.dplr`: S = Diag(exp g) S + b (S^T a)^T + k v^T, o = scale S^T q."""
-  sizes = _shapes.check(
-    q=(q, "B H K"),
-    k=(k, "B H K"),
-    v=(v, "B HV V"),
-    a=(a, "B H K"),
-    b=(b, "B H K"),
-    g=(g, "B HV | B HV K"),
-    state=(state, "B HV K V"),
-  )
-  dtype = accumulation_dtype(q, k, v, a, b, g, state)
-  wide = _heads(sizes, dtype)
-  tokens = dplr.DplrTokens(
-    wide(q) * _shapes.scale_of(scale, sizes), wide(k), wide(v), wide(a), wide(b), wide(g)
-  )
-  return _step(dplr.rule, state.astype(dtype), tokens, v.dtype)
+  """One token of `lajax.dplr`.
+
+      S = Diag(exp g) S + b (S^T a)^T + k v^T ,   o = scale S^T q
+
+  Args:
+    state: [B HV K V], before the token.
+    q, k, a, b: [B H K]; `a` reads the state before its decay.
+    v: [B HV V].
+    g: log decay (natural), <= 0: None for none, [B HV] per head, [B HV K] per channel of the key.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state behind the token, in float32 (float64 if an input is), and o [B HV V] in v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  return _step(families.DPLR, state, dict(q=q, k=k, v=v, a=a, b=b, g=g), scale)
 
 
 def mlstm_step(
-  state: tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]],
+  state: WithMaximum,
   q: Float[Array, "B H K"],
   k: Float[Array, "B H K"],
   v: Float[Array, "B HV V"],
@@ -201,55 +228,71 @@ def mlstm_step(
   f: Float[Array, "B HV"],
   *,
   scale: float | None = None,
-) -> tuple[tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]], Float[Array, "B HV V"]]:
-  """One token of `lajax.mlstm`: C = f' C + i' k v^T, n = f' n + i' k, o = scale C^T q / max(|scale n.q|, exp(-m))."""
-  C, n, m = _shapes.check_parts("state", state, ("C", "n", "m"))
-  _shapes.check(
-    v=(v, "B HV V"), i=(i, "B HV"), f=(f, "B HV"), C=(C, "B HV K V"), n=(n, "B HV K"), m=(m, "B HV")
-  )
-  dtype = accumulation_dtype(q, k, v, i, f, C, n, m)
-  top, g, write = (
-    x[:, 0]
-    for x in mlstm.stabilise(
-      i.astype(dtype)[:, None], f.astype(dtype)[:, None], m.astype(dtype), None
-    )
-  )
-  values = linear_attention.with_ones(v.astype(dtype)) * write[..., None]
-  joined = mlstm.rescaled(
-    jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype), m.astype(dtype), 1
-  )
-  joined, out = linear_attention_step(joined, q, k, values, g, scale=scale)
-  o = out[..., :-1] * mlstm.normalizer(out[..., -1:], top[..., None])
-  joined = mlstm.rescaled(joined, top, -1)
-  return (joined[..., :-1], joined[..., -1], top), o.astype(v.dtype)
+) -> tuple[WithMaximum, Float[Array, "B HV V"]]:
+  """One token of `lajax.mlstm`.
+
+      m' = max(f + m, i) ,   C = exp(f + m - m') C + exp(i - m') k v^T ,   n likewise with k ,
+      o = scale C^T q / max(|scale n.q|, exp(-m'))
+
+  Args:
+    state: (C [B HV K V], n [B HV K], m [B HV]), before the token.
+    q, k, v: [B H K], [B H K] and [B HV V].
+    i, f: [B HV], log gates (natural): of the input, of any sign; of forgetting, <= 0.
+    scale: factor of q; None for K^-1/2.
+
+  Returns:
+    The state (C, n, m) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  return _step(families.MLSTM, state, dict(q=q, k=k, v=v, i=i, f=f), scale)
 
 
 def linear_recurrence_step(
   state: Float[Array, "B *D"], x: Float[Array, "B *D"], log_a: Float[Array, "B *D"]
 ) -> tuple[Float[Array, "B *D"], Float[Array, "B *D"]]:
-  """One token of `lajax.linear_recurrence`: h = exp(log_a) h + x."""
-  axes = " ".join(["B", *(f"D{n}" for n in range(x.ndim - 1))])
-  _shapes.check(x=(x, axes), log_a=(log_a, axes), state=(state, axes))
-  dtype = accumulation_dtype(x, log_a, state)
-  flat = lambda a: a.astype(dtype).reshape(1, 1, -1)
-  tokens = linear_recurrence.ElementwiseTokens(flat(x), flat(log_a))
-  h, _ = _step(linear_recurrence.rule, flat(state)[..., None], tokens, x.dtype)
-  h = h.reshape(state.shape)
-  return h, h.astype(x.dtype)
+  """One token of `lajax.linear_recurrence`.
+
+      h = exp(log_a) h + x
+
+  Args:
+    state: [B ..], h before the token.
+    x: [B ..].
+    log_a: [B ..], log decay (natural), <= 0.
+
+  Returns:
+    h behind the token twice: as the state, in float32 (float64 if an input is), and in x.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size or dtype.
+  """
+  family = families.linear_recurrence_of(getattr(x, "ndim", 1) - 1)
+  return _step(family, state, dict(x=x, log_a=log_a))
 
 
-def _heads(sizes, dtype) -> Callable[[Any], Any]:
-  """Casts to the accumulation dtype and repeats the heads of queries and keys for the values they serve; None stays None."""
-  groups = _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
-
-  def wide(x):
-    if x is None:
-      return None
-    return jnp.repeat(x.astype(dtype), groups if x.shape[1] == sizes["H"] else 1, axis=1)
-
-  return wide
+def _step(family: Family, state, arrays: Mapping[str, Any], scale=None, eps: float = 0.0):
+  """Runs a family's problem on one token."""
+  sizes, parts = family.check(arrays, state, one_token=True)
+  number, traced = families.factor(family, scale, sizes)
+  o, parts = _compute(family, number, eps, dict(arrays), tuple(parts), traced)
+  return parts[0] if len(parts) == 1 else parts, o
 
 
-def _step(rule, state, tokens, dtype):
-  state, o = jax.vmap(jax.vmap(rule.step))(state, tokens)
-  return state, o.astype(dtype)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compute(family: Family, number: float | None, eps: float, arrays, parts, traced):
+  def compute(arrays, parts, traced):
+    timed = {
+      name: x if x is None or "T" not in family.arrays[name].split() else x[:, None]
+      for name, x in arrays.items()
+    }
+    scale = traced if number is None else number
+    problem = family.problem(Call(timed, parts, None, scale, eps))
+    o, state = recurrent(problem.rule, *families.widened(problem, scale))
+    return problem.output(o)[:, 0].astype(arrays[family.like].dtype), problem.final(state)
+
+  layouts = lambda arrays, parts, traced: families.layouts(
+    family, Call(arrays, parts, None, None), one_token=True
+  )
+  return on_automatic_axes(compute, layouts)(arrays, parts, traced)
