@@ -31,6 +31,7 @@ FAMILIES = (
   "delta_rule-erase_write",
   "dplr-channel",
   "gated_oja-channel",
+  "mlstm-head",
 )
 
 
