@@ -119,6 +119,7 @@ class Mixer(StatefulLayer):
     self.out_proj = linear(inner, d_model)
     options = {"use_bias": conv_bias, "activation": conv_activation, "impl": impl, **common}
     conv = lambda width: ShortConv(width, conv_size or 1, **options)
+    self.convolved = conv_on if conv_size else ()
     self.conv = nnx.Dict({name: conv(columns[name]) for name in conv_on}) if conv_size else None
     self.d_model, self.memory_shape = d_model, tuple(memory)
     self.impl, self.chunk_size = impl, chunk_size
@@ -145,7 +146,7 @@ class Mixer(StatefulLayer):
     if self.conv is None:
       return p, None
     cache = {}
-    for name in self.conv:
+    for name in self.convolved:
       flat = jax.lax.collapse(p[name], 2)
       flat, cache[name] = self.conv[name].convolve(
         flat, None if conv is None else conv[name], documents
@@ -203,7 +204,7 @@ class Mixer(StatefulLayer):
     """Returns the convolutions' cache before the first token, by projection, or None."""
     if self.conv is None:
       return None
-    return {name: conv.init_conv(batch, dtype) for name, conv in self.conv.items()}
+    return {name: self.conv[name].init_conv(batch, dtype) for name in self.convolved}
 
   def advance(self, x, memory, conv, documents):
     p, conv = self.project(x, conv, documents)
