@@ -252,7 +252,8 @@ def test_documents_are_independent_and_padding_is_inert(name):
 def test_layer_is_its_equation(name):
   params, call = layer(name)
   x = np.random.default_rng(1).normal(size=(1, T, D))
-  z = x[0] @ np.asarray(params["in_proj"]["kernel"])
+  kernels = [np.asarray(params["in_proj"][name]["kernel"]) for name in "qkv"]
+  z = x[0] @ np.concatenate(kernels, axis=1)
   o = []
   for h in range(2):
     V = (z.shape[1] - 16) // 2
