@@ -117,7 +117,8 @@ class MLA(CachedMixer):
   ):
     """With the keys and values of every head: fewest operations without a cache."""
     B, T, H, _ = q.shape
-    k, v = jnp.split(self.up_proj(c).reshape(B, T, H, -1), [self.head_dim], axis=-1)
+    up = self.up_proj(c).reshape(B, T, H, self.up_proj.out_features // H)
+    k, v = jnp.split(up, [self.head_dim], axis=-1)
     k = jnp.concatenate([k, jnp.broadcast_to(r, (B, T, H, self.rope_dim)).astype(k.dtype)], axis=-1)
     return attention(q, k, v, scale=self.scale, segment_ids=documents.ids, impl=self.impl)
 
