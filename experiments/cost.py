@@ -2,46 +2,54 @@
 
     python experiments/cost.py
 
-prints, for stacks of 28 layers of width 1536 with 16 heads of 96, their parameters, the bytes that they carry from token to
-token, and the operations of a token; and draws bytes and operations against the context, from a thousand to ten million
-tokens. Nothing is allocated: bytes are read off the real states, operations off the traced programs. Expected, in about
-ten seconds: the 336 state matrices of "sophia" (KDA, KDA, KDA, MLA) are 3,096,576 numbers, 6.19 MB in bfloat16, whatever the
-context; 28 layers of softmax attention carry 704.6 MB at 4,096 tokens, 7 of them a quarter. The last lines say whether that
-came out.
+compares stacks of 28 layers of width 1536 with 16 heads of 96 channels. For each stack it prints
+the parameters, the bytes that are carried from token to token, and the operations per token, and
+draws bytes and operations against the context, from a thousand to ten million tokens. Nothing is
+allocated: bytes are read off the real states, operations off the traced programs. It takes about
+ten seconds.
 
-Results go to `runs/cost/results.jsonl`, one line for each model and length, written anew each time, with `memory.png` and
-`operations.png`. `--help` lists the flags.
+The stack "sophia" is the hybrid [KDA, KDA, KDA, MLA] x 7: three layers of Kimi Delta Attention,
+then one of multi-head latent attention, the pattern of Kimi Linear (arXiv:2510.26692) at this
+width.
+
+Expected: the 21 x 16 = 336 state matrices of sophia's KDA layers are 3,096,576 numbers, whatever
+  the context. lajax keeps
+them in float32, 12.4 MB; in bfloat16 they would be 6.19 MB. 28 layers of softmax attention carry
+704.6 MB at 4,096 tokens, 7 of them a quarter of that. The last lines say whether this came out.
+
+Results go to `runs/cost/results.jsonl`, one line per model and length, written anew each time, with
+`memory.png` and `operations.png`. `--help` lists the flags.
 """
 
-import contextlib
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable
-from typing import Literal, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Literal
 
-import no_gpu  # isort: skip  # noqa: F401  # before jax
+import before_jax  # isort: skip  # noqa: F401  # before jax
+import cli
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 from matplotlib.figure import Figure
-from recall_results import append, versions
+from results import read, save, versions, write
 from rich.console import Console
 from rich.table import Table
 
 import lajax.layers as L
 from lajax.cost import Cost, cost
 
-# --- the models ------------------------------------------------------------------------------------------------------
+PROG = "cost.py"
+
+# --- the models ---
 
 
 def _heads(layer: Callable, **options) -> Callable:
-  """A layer whose heads are all as the flags say."""
+  """Serves a layer with the number and width of heads that the flags give."""
   return lambda c: functools.partial(layer, c.d_model, c.num_heads, c.head_dim, **options)
 
 
@@ -55,17 +63,26 @@ mamba2 = lambda c: functools.partial(L.Mamba2, c.d_model, 2 * c.num_heads, c.hea
 griffin = lambda c: functools.partial(L.GriffinBlock, c.d_model, num_blocks=c.num_heads)
 local = _heads(L.SoftmaxAttention, num_kv_heads=1, window=2048, rope_theta=10_000.0)
 
-# Layers of a model, repeated to its depth. A row added here appears in every flag, table and figure.
-STACKS: dict[str, tuple[Callable, ...]] = {
-  "softmax": (softmax,),
-  "mla": (mla,),
-  "sophia": (kda, kda, kda, mla),
-  "kda_softmax": (kda, kda, kda, softmax),
-  "lightning_softmax": (*(lightning,) * 7, softmax),
-  "griffin": (griffin, griffin, local),
-  "gated_deltanet": (gated_deltanet,),
-  "mamba2": (mamba2,),
-  "mamba": (mamba,),
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+  """A pattern of layers, repeated to the depth of the model, and its name in figures."""
+
+  label: str
+  layers: tuple[Callable, ...]
+
+
+# A row added here appears in every flag, table and figure.
+STACKS: dict[str, Stack] = {
+  "softmax": Stack("softmax attention", (softmax,)),
+  "mla": Stack("MLA", (mla,)),
+  "sophia": Stack("sophia: KDA, KDA, KDA, MLA", (kda, kda, kda, mla)),
+  "kda_softmax": Stack("KDA, KDA, KDA, softmax", (kda, kda, kda, softmax)),
+  "lightning_softmax": Stack("7 Lightning, softmax", (*(lightning,) * 7, softmax)),
+  "griffin": Stack("Griffin, Griffin, local attention", (griffin, griffin, local)),
+  "gated_deltanet": Stack("Gated DeltaNet", (gated_deltanet,)),
+  "mamba2": Stack("Mamba-2", (mamba2,)),
+  "mamba": Stack("Mamba", (mamba,)),
 }
 
 
@@ -74,17 +91,17 @@ class Config:
   """Compares the memory and the work of stacks of token mixers at growing lengths of context."""
 
   models: tuple[str, ...] = tuple(STACKS)
-  """Names of stacks."""
+  """Names of stacks; sophia is [KDA, KDA, KDA, MLA], repeated."""
   layers: int = 28
-  """Layers in each."""
+  """Layers per stack."""
   num_heads: int = 16
-  """Heads of a layer; the width of the model is heads times head_dim."""
+  """Heads per layer; the width of the model is heads times head_dim."""
   head_dim: int = 96
-  """Channels of a head's keys, queries and values."""
+  """Channels of keys, queries and values per head."""
   lengths: tuple[int, ...] = (1_000, 4_096, 10_000, 100_000, 1_000_000, 10_000_000)
   """Tokens of context; the table shows the second and the last."""
   dtype: Literal["bfloat16", "float32"] = "bfloat16"
-  """Of projections and caches. The states of recurrences are float32 all the same."""
+  """Dtype of projections and caches. States of recurrences are float32 in any case."""
   out: pathlib.Path = pathlib.Path("runs", "cost")
   """Folder of the results."""
 
@@ -94,7 +111,16 @@ class Config:
 
 
 def main() -> None:
-  run(parse(sys.argv[1:]), Console(width=None if sys.stdout.isatty() else 180, highlight=False))
+  config = parse(sys.argv[1:])
+  try:
+    cli.make_folder(config.out)
+  except ValueError as error:
+    cli.fail(PROG, str(error))
+  try:
+    run(config, Console(width=None if sys.stdout.isatty() else 180, highlight=False))
+  except KeyboardInterrupt as stop:
+    stop.add_note("A new start computes everything again, in seconds.")
+    raise
 
 
 def run(config: Config, console: Console) -> None:
@@ -104,166 +130,142 @@ def run(config: Config, console: Console) -> None:
     for name in config.models
     for length in config.lengths
   }
-  write(config, costs)
-  lines = [json.loads(line) for line in (config.out / "results.jsonl").read_text().splitlines()]
+  results = config.out / "results.jsonl"
+  write(results, lines_of(config, costs))
+  lines = read(results)
   console.print(table(config, lines))
-  draw(lines, "carried_bytes", "bytes carried from token to token", config.out / "memory.png")
-  draw(lines, "decode_operations", "operations of the next token", config.out / "operations.png")
+  described = describe(config)
+  draw(lines, "carried_bytes", f"Memory during decoding: {described}", config.out / "memory.png")
+  draw(lines, "decode_operations", f"Work per token: {described}", config.out / "operations.png")
+  for name in config.models:
+    if len(STACKS[name].layers) > 1:
+      console.print(f"{name}: the layers {STACKS[name].label.split(': ')[-1]}, repeated")
   for held, text in facts(config, lines):
     console.print(f"{'as expected' if held else 'NOT AS EXPECTED'}: {text}")
   console.print(f"{config.out}: results.jsonl, memory.png, operations.png")
   console.print(f"{time.perf_counter() - started:.1f} seconds in all")
 
 
-def parse(arguments: list[str]) -> Config:
-  """The configuration of a command line. One line for a bad flag."""
-  messages = io.StringIO()
+def parse(arguments: Sequence[str]) -> Config:
+  """Returns the configuration of a command line; a bad flag ends the program with one line."""
+  config = cli.parse(Config(), arguments, PROG)
   try:
-    with contextlib.redirect_stderr(messages):
-      config = tyro.cli(
-        Config, args=arguments, prog="cost.py", config=(tyro.conf.FlagCreatePairsOff,)
-      )
-  except SystemExit as end:
-    if not end.code:  # --help
-      raise
-    box = [text.strip("│| ") for text in messages.getvalue().splitlines()[1:]]
-    rule = lambda text: not text.strip("─╰╯-+")
-    said = itertools.takewhile(lambda text: not rule(text), itertools.dropwhile(rule, box))
-    fail(" ".join(said))  # what follows a second rule repeats the help
-  unknown = [name for name in config.models if name not in STACKS]
-  if unknown:
-    fail(f"--models: unknown {', '.join(unknown)}; known: {', '.join(STACKS)}")
-  for name in ("models", "lengths"):
-    if not getattr(config, name):
-      fail(f"--{name} needs at least one value")
-  for name in ("layers", "num_heads", "head_dim", "lengths"):
-    value = getattr(config, name)
-    if (min(value) if isinstance(value, tuple) else value) < 1:
-      fail(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+    cli.check_known(config, "models", tuple(STACKS))
+    cli.check_at_least_one(config, "layers", "num_heads", "head_dim", "lengths")
+  except ValueError as error:
+    cli.fail(PROG, str(error))
   return dataclasses.replace(config, lengths=tuple(sorted(set(config.lengths))))
 
 
-def fail(message: str) -> NoReturn:
-  print(f"cost.py: error: {message}", file=sys.stderr)
-  raise SystemExit(2)
-
-
 def stack(config: Config, name: str) -> list[nnx.Module]:
-  """The layers of a model, without their parameters' values; alike ones are one object, so that they are counted once."""
+  """Makes the layers without values of parameters. Equal layers are one object: traced once."""
   dtype = jnp.dtype(config.dtype)
-  make = lambda kind: nnx.eval_shape(
-    lambda: kind(config)(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+  make = lambda layer: nnx.eval_shape(
+    lambda: layer(config)(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
   )
-  made = {kind: make(kind) for kind in STACKS[name]}
-  return [made[kind] for kind in itertools.islice(itertools.cycle(STACKS[name]), config.layers)]
+  layers = STACKS[name].layers
+  made = {layer: make(layer) for layer in layers}
+  return [made[layer] for layer in itertools.islice(itertools.cycle(layers), config.layers)]
 
 
-def write(config: Config, costs: dict[tuple[str, int], Cost]) -> None:
-  """One line for each model and length, in a new file."""
-  path = config.out / "results.jsonl"
-  path.unlink(missing_ok=True)
+def lines_of(config: Config, costs: dict[tuple[str, int], Cost]) -> list[dict]:
+  """Returns one line of results for each model and length."""
   settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+  lines = []
   for (model, length), found in costs.items():
     line = dict(task="cost", model=model, length=length, parameters=found.parameters)
     for part in ("state", "conv", "cache", "carried"):
       size = getattr(found, part)
       line |= {f"{part}_numbers": size.numbers, f"{part}_bytes": size.bytes}
     line |= dict(decode_operations=found.decode, prefill_operations=found.prefill)
-    append(path, line | dict(config=settings, versions=versions()))
+    lines.append(line | dict(config=settings, versions=versions()))
+  return lines
 
 
-# --- tables and figures, from the lines alone ------------------------------------------------------------------------
+# --- tables and figures, from the lines alone ---
+
+
+def describe(config: Config) -> str:
+  heads = f"{config.num_heads} heads of {config.head_dim} channels"
+  return f"{config.layers} layers, {heads}, {config.dtype}"
 
 
 def table(config: Config, lines: list[dict]) -> Table:
   shown = sorted({config.lengths[min(1, len(config.lengths) - 1)], config.lengths[-1]})
-  title = f"{config.layers} layers, {config.num_heads} heads of {config.head_dim}, {config.dtype}"
-  result = Table(title=f"{title} (operations: multiplications and additions, a token)")
-  columns = ["model", "parameters", "state numbers", "state", "conv"]
+  result = Table(title=f"{describe(config)} (operations per token: multiplications and additions)")
+  columns = ["model", "parameters", "state numbers", "state (float32)", "conv"]
   for length in shown:
-    columns += [
-      f"cache at {tokens(length)}",
-      f"decode at {tokens(length)}",
-      f"prefill of {tokens(length)}",
-    ]
+    at = tokens(length)
+    columns += [f"cache at {at}", f"decode at {at}", f"prefill of {at}"]
   for column in columns:
     result.add_column(column, justify="left" if column == "model" else "right")
   for model in config.models:
     of = {line["length"]: line for line in lines if line["model"] == model}
     first = of[shown[0]]
-    cells = [
-      f"{first['parameters'] / 1e6:,.1f} M",
-      f"{first['state_numbers']:,}",
-      size(first["state_bytes"]),
-    ]
-    cells.append(size(first["conv_bytes"]))
+    cells = [f"{first['parameters'] / 1e6:,.1f} M", f"{first['state_numbers']:,}"]
+    cells += [size(first["state_bytes"]), size(first["conv_bytes"])]
     for length in shown:
       line = of[length]
-      cells += [
-        size(line["cache_bytes"]),
-        *(f"{line[key] / 1e6:,.0f} M" for key in ("decode_operations", "prefill_operations")),
-      ]
+      cells.append(size(line["cache_bytes"]))
+      work = (line["decode_operations"], line["prefill_operations"])
+      cells += [f"{operations / 1e6:,.0f} M" for operations in work]
     result.add_row(model, *cells)
   return result
 
 
 def size(count: int) -> str:
-  """Bytes in decimal units."""
+  """Formats bytes in decimal units."""
   for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
     if count >= scale:
-      return (
-        f"{count / scale:,.1f} {unit}" if count >= 10 * scale else f"{count / scale:,.2f} {unit}"
-      )
+      digits = 1 if count >= 10 * scale else 2
+      return f"{count / scale:,.{digits}f} {unit}"
   return f"{count} B"
 
 
 def tokens(length: int) -> str:
+  """Formats a number of tokens: 4,096, 10k, 10M."""
   for unit, scale in (("M", 10**6), ("k", 10**3)):
     if length >= scale and not length % scale:
       return f"{length // scale}{unit}"
   return f"{length:,}"
 
 
-def draw(lines: list[dict], key: str, label: str, path: pathlib.Path) -> None:
-  figure = Figure(figsize=(7, 4.5), layout="constrained")
+LABELS = {
+  "carried_bytes": "bytes carried from token to token",
+  "decode_operations": "operations of the next token",
+}
+
+
+def draw(lines: list[dict], key: str, title: str, path: pathlib.Path) -> None:
+  """Draws one line per model against the length of context."""
+  figure = Figure(figsize=(9, 4.8), layout="constrained")
   axis = figure.subplots()
   for model in dict.fromkeys(line["model"] for line in lines):
     points = [(line["length"], line[key]) for line in lines if line["model"] == model]
-    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=model)
-  axis.set(xlabel="tokens of context", ylabel=label, xscale="log", yscale="log")
+    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=STACKS[model].label)
+  axis.set(xlabel="tokens of context", ylabel=LABELS[key], xscale="log", yscale="log", title=title)
   axis.grid(alpha=0.3, which="major")
-  axis.legend(fontsize=8)
-  figure.savefig(path, dpi=150)
+  figure.legend(loc="outside right upper", fontsize=8)
+  save(figure, path)
 
 
 def facts(config: Config, lines: list[dict]) -> list[tuple[bool, str]]:
-  """Whether the figures of the docstring came out, where these are the settings that they are for."""
+  """Compares with the figures of the docstring, where the settings are those of the docstring."""
   default = Config()
-  same = all(
-    getattr(config, name) == getattr(default, name)
-    for name in ("layers", "num_heads", "head_dim", "dtype")
-  )
+  names = ("layers", "num_heads", "head_dim", "dtype")
+  same = all(getattr(config, name) == getattr(default, name) for name in names)
   found = {line["model"]: line for line in lines if line["length"] == 4096} if same else {}
   results = []
   if "sophia" in found:
-    numbers = found["sophia"]["state_numbers"]
-    held = numbers == 336 * 96 * 96 and {numbers} == {
-      line["state_numbers"] for line in lines if line["model"] == "sophia"
-    }
-    results.append(
-      (
-        held,
-        f"sophia: {numbers:,} numbers of state = 336 x 96 x 96, {2 * numbers / 1e6:.2f} MB in bfloat16",
-      )
-    )
+    numbers, kept = found["sophia"]["state_numbers"], found["sophia"]["state_bytes"]
+    counts = {line["state_numbers"] for line in lines if line["model"] == "sophia"}
+    text = f"sophia: {numbers:,} numbers of state = 336 x 96 x 96, {size(kept)} in float32, as kept"
+    in_half = f"{size(2 * numbers)} if kept in bfloat16"
+    results.append((counts == {336 * 96 * 96} and kept == 4 * numbers, f"{text} ({in_half})"))
   if "softmax" in found:
     cache = found["softmax"]["cache_bytes"]
-    results.append(
-      (
-        cache == 672 * 2**20,
-        f"softmax: {cache / 1e6:.1f} MB = {cache / 2**20:.0f} MiB of cache at 4,096 tokens",
-      )
-    )
+    text = f"softmax: {cache / 1e6:.1f} MB = {cache / 2**20:.0f} MiB of cache at 4,096 tokens"
+    results.append((cache == 672 * 2**20, text))
     if "kda_softmax" in found:
       part = found["kda_softmax"]["cache_bytes"]
       results.append((4 * part == cache, f"kda_softmax: {part / 1e6:.1f} MB of cache, a quarter"))

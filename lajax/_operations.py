@@ -1,4 +1,4 @@
-"""The multiplications and additions of a traced program."""
+"""Counts the multiplications and additions of a traced program."""
 
 import math
 from collections.abc import Iterator
@@ -10,11 +10,17 @@ ARITHMETIC = ("add", "sub", "mul", "add_any")
 SUMS = ("reduce_sum", "cumsum")
 
 
-def operations(program: Jaxpr) -> int:
-  """The multiplications and additions of floats: 2 M K N for a product of matrices [M K] and [K N].
+def operations(program: Jaxpr | ClosedJaxpr) -> int:
+  """Counts multiplications and additions of floats: 2 M K N for a product of [M K] and [K N].
 
-  A loop counts as often as it runs, a branch as its dearest side.
+  The body of a loop counts as often as it runs, a branch as much as its dearest side.
   """
+  if isinstance(program, ClosedJaxpr):
+    program = program.jaxpr
+  if not isinstance(program, Jaxpr):
+    raise ValueError(
+      f"`program` must be a Jaxpr, as jax.make_jaxpr(f)(x) is; got {type(program).__name__}."
+    )
   return sum(_operations_of(eqn) for eqn in program.eqns)
 
 
@@ -24,7 +30,8 @@ def _operations_of(eqn) -> int:
     return eqn.params["length"] * sum(map(operations, programs_inside(eqn)))
   if name == "while":
     raise NotImplementedError(
-      "a loop of unknown length has no count of operations; give the layer an `impl` without one."
+      "the operations of a loop of unknown length cannot be counted, and `program` has one; "
+      "give the layer an `impl` without such a loop."
     )
   if name == "cond":
     return max(map(operations, programs_inside(eqn)))
@@ -43,7 +50,7 @@ def _operations_of(eqn) -> int:
 
 
 def programs_inside(eqn) -> Iterator[Jaxpr]:
-  """The programs that an equation runs: bodies of loops, branches, calls."""
+  """Yields the programs that an equation runs: bodies of loops, branches, calls."""
   for value in eqn.params.values():
     for item in value if isinstance(value, tuple | list) else (value,):
       if isinstance(item, ClosedJaxpr):

@@ -80,10 +80,18 @@ def gradients(f: Callable) -> Callable:
 PLACES = ("explicit, batch", "explicit, heads", "auto, batch")
 
 
-def differences(case: MeshCase, places=PLACES, *, eager: bool = False) -> list[str]:
-  """What differs from one device in results and gradients under jit, for each place; also of eager calls."""
+def results(case: MeshCase):
+  """Results and gradients on one device."""
+  return jax.device_get(quick_jit(gradients(case.f))(*_floats(case.arrays)))
+
+
+def differences(case: MeshCase, places=PLACES, *, want=None, eager: bool = False) -> list[str]:
+  """What differs from one device in results and gradients under jit, for each place; also of eager calls.
+
+  `want` are results on one device, of this case or of another implementation; None to compute them.
+  """
   run = quick_jit(gradients(case.f))
-  want = jax.device_get(run(*_floats(case.arrays)))
+  want = results(case) if want is None else want
   wrong = []
   for place in places:
     arrays = _placed_at(case, place)

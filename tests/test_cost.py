@@ -1,8 +1,9 @@
-"""The costs of layers: what texts say of them, exactly, and the counts of operations against sums by hand."""
+"""Costs of layers: published numbers exactly, and counts of operations against sums by hand."""
 
 import jax
 import jax.numpy as jnp
 import pytest
+import wrong_arguments as wrong
 from flax import nnx
 from layer_cases import CASES, D
 
@@ -78,7 +79,10 @@ def test_attention_grows_with_the_context():
 
 
 def test_a_layer_multiplies_by_each_weight_once_a_token():
-  """Beside it, a head's state S [K V]: decay, outer product, sum, and a product with a vector, two in the delta rule."""
+  """Counts the work beside the weights, per number of the state.
+
+  It is decay, outer product, sum, and one product with a vector, two in the delta rule.
+  """
   for layer, passes in [(kda(), 7), (traced(L.GLA, 1536, 16, 96), 5)]:
     state = costs.memory(layer, 1).state.numbers
     work = costs.decode_operations(layer, 1) - 2 * costs.parameters(layer)
@@ -108,9 +112,11 @@ def test_operations_of_a_program():
     return jax.lax.cond(a[0, 0] > 0, lambda: c * 2, lambda: c).sum() + jnp.cumsum(jnp.arange(4))[0]
 
   a, b = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((3, 3), jnp.float32)
-  count = costs.operations(jax.make_jaxpr(program)(a, b).jaxpr)
+  traced_program = jax.make_jaxpr(program)(a, b)
+  count = costs.operations(traced_program.jaxpr)
+  assert count == costs.operations(traced_program)
   assert count == 7 * (2 * 2 * 3 * 3 + 6) + 6 + 6 + 1
-  with pytest.raises(NotImplementedError, match="a loop of unknown length"):
+  with pytest.raises(NotImplementedError, match="operations of a loop of unknown length"):
     costs.operations(
       jax.make_jaxpr(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: 2 * x, x))(1.0).jaxpr
     )
@@ -125,10 +131,44 @@ def test_every_layer_has_a_cost(case):
   assert found.decode > D
 
 
-def test_wrong_arguments():
-  with pytest.raises(ValueError, match=r"`length` must be a whole number of at least 1.*got 0"):
+def test_empty_and_zero_are_refused():
+  with pytest.raises(ValueError, match=r"`length` must be a whole number of at least 1; got 0"):
     costs.cost(softmax(), 0)
   with pytest.raises(
     ValueError, match="`layers` must be a layer or a sequence of at least one; got none"
   ):
     costs.cost([], 5)
+
+
+def test_wrong_arguments_are_refused():
+  layer = traced(L.RetNet, 16)
+  faults, right = [], dict(layers=layer, length=5)
+  no_layers = {"none": None, "text": "ab", "number": 3, "class": L.RetNet, "empty": ()}
+  no_layer = no_layers | {"linear": traced(nnx.Linear, 3, 4)}
+  stacks = no_layer | {"one of them": [layer, 3], "linear in it": [layer, traced(nnx.Linear, 3, 4)]}
+  faults += wrong.accepted(costs.cost, right, "layers", stacks)
+  faults += wrong.accepted(costs.cost, right, "length", wrong.COUNTS)
+  faults += wrong.accepted(costs.cost, right, "batch", wrong.COUNTS)
+  flags = {"none": None, "text": "no", "number": 1, "array": jnp.ones(2)}
+  faults += wrong.accepted(costs.cost, right, "prefill", flags)
+  for f in (costs.memory, costs.decode_operations, costs.prefill_operations):
+    faults += wrong.accepted(f, dict(layer=layer, length=5), "layer", no_layer)
+    faults += wrong.accepted(f, dict(layer=layer, length=5), "length", wrong.COUNTS)
+  faults += wrong.accepted(costs.memory, dict(layer=layer, length=5), "batch", wrong.COUNTS)
+  faults += wrong.accepted(costs.keeps_tokens, {}, "layer", no_layer)
+  faults += wrong.accepted(costs.parameters, {}, "layer", no_layers)
+  for name in ("num_heads", "length"):
+    right = dict(num_heads=2, length=3)
+    faults += wrong.accepted(costs.score_numbers, right, name, wrong.COUNTS)
+  windows = {kind: x for kind, x in wrong.COUNTS.items() if kind != "none"}
+  faults += wrong.accepted(costs.keys_read, {}, "length", wrong.COUNTS)
+  faults += wrong.accepted(costs.keys_read, dict(length=3), "window", windows)
+  dtypes = {"none": None, "text": "float33", "number": 7, "nan": float("nan")}
+  faults += wrong.accepted(costs.Size(3).bytes_in, {}, "dtype", dtypes)
+  programs = {"none": None, "function": jnp.sin, "text": "a + b", "number": 1}
+  faults += wrong.accepted(costs.operations, {}, "program", programs)
+  assert not faults, "\n".join(faults)
+  with pytest.raises(TypeError):
+    costs.Size(3) + 4
+  with pytest.raises(TypeError):
+    costs.Cost() + costs.Size(3)

@@ -1,4 +1,4 @@
-"""The cost experiment: its table, lines and figures, the figures that must come out, one line for a bad flag."""
+"""The cost experiment: table, lines, figures, expected numbers, one line for a bad flag."""
 
 import io
 import json
@@ -21,8 +21,9 @@ def test_run_says_whether_the_figures_came_out(tmp_path):
   config = experiment.parse(
     ["--models", "softmax", "sophia", "kda_softmax", *lengths, "--out", str(out)]
   )
+  out.mkdir(parents=True)
+  (out / "results.jsonl").write_text("of an earlier start\n")
   experiment.run(config, Console(file=text, width=200))
-  experiment.run(config, Console(file=io.StringIO()))
   lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
   assert [(line["model"], line["length"]) for line in lines] == [
     (model, length) for model in config.models for length in (1000, 4096, 10**7)
@@ -31,7 +32,9 @@ def test_run_says_whether_the_figures_came_out(tmp_path):
   said = text.getvalue()
   assert "NOT AS EXPECTED" not in said
   for expected in (
-    "3,096,576 numbers of state = 336 x 96 x 96, 6.19 MB",
+    "3,096,576 numbers of state = 336 x 96 x 96, 12.4 MB in float32, as kept (6.19 MB if kept in",
+    "state (float32)",
+    "sophia: the layers KDA, KDA, KDA, MLA, repeated",
     "704.6 MB = 672 MiB of cache",
     "176.2 MB of cache",
   ):
@@ -40,6 +43,18 @@ def test_run_says_whether_the_figures_came_out(tmp_path):
   assert "1,720.3 GB" in said  # 28 layers of softmax attention at ten million tokens
   for name in ("memory.png", "operations.png"):
     assert (out / name).stat().st_size > 5_000
+  assert {path.name for path in out.iterdir()} == {"results.jsonl", "memory.png", "operations.png"}
+
+
+def test_figures_have_titles_and_labels_in_words(tmp_path, monkeypatch):
+  drawn = []
+  monkeypatch.setattr(experiment, "save", lambda figure, path: drawn.append(figure))
+  lines = [dict(model=m, length=n, carried_bytes=n) for m in ("sophia", "mla") for n in (1, 2)]
+  experiment.draw(lines, "carried_bytes", "Memory during decoding", tmp_path / "memory.png")
+  (axis,) = drawn[0].axes
+  assert axis.get_title() == "Memory during decoding"
+  assert axis.get_xlabel() == "tokens of context"
+  assert axis.get_legend_handles_labels()[1] == ["sophia: KDA, KDA, KDA, MLA", "MLA"]
 
 
 @pytest.mark.parametrize("name", list(experiment.STACKS))
@@ -47,7 +62,7 @@ def test_every_stack_can_be_made(name):
   config = experiment.Config(layers=9, num_heads=2, head_dim=8)
   layers = experiment.stack(config, name)
   assert len(layers) == 9
-  assert len({id(layer) for layer in layers}) == len(set(experiment.STACKS[name]))
+  assert len({id(layer) for layer in layers}) == len(set(experiment.STACKS[name].layers))
   found = experiment.cost(layers, 10**7, prefill=False)
   assert found.carried.bytes > 0
   assert found.decode > 2 * found.parameters

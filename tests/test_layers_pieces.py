@@ -59,7 +59,7 @@ def agrees_with_oracle(name: str, f):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["T17", "T1_cache", "T2_cache", "T64_cache"])
+@pytest.mark.parametrize("name", ["T17", "T2_cache"])
 def test_short_conv(name):
   activation = {"silu": "silu"}.get(str(oracle(f"short_conv__{name}")["attr_activation"]))
 
@@ -118,7 +118,7 @@ def test_softplus_decay():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["T17", "T1_h0", "T64_h0", "T70_extreme"])
+@pytest.mark.parametrize("name", ["T17", "T70_extreme"])
 def test_mamba2_ssd(name):
   def f(i):
     (_, _, H, P), N = i["x"].shape, i["Bm"].shape[-1]

@@ -36,7 +36,7 @@ def inputs(*shape):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["T17", "T1_h0", "T64_h0"])
+@pytest.mark.parametrize("name", ["T17", "T64_h0"])
 def test_mamba_ssm(name):
   def f(i):
     E, N = i["A_log"].shape

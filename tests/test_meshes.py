@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_cases import PLACES, MeshCase, differences, refusals, report_of
+from mesh_cases import PLACES, MeshCase, differences, refusals, report_of, results
 
 import lajax
 import lajax.recurrence
@@ -129,11 +129,17 @@ def some_numbers() -> dict[str, list[str]]:
 
 
 def all_numbers() -> dict[str, list[str]]:
+  """Every op in every implementation by heads, against the equation on one device."""
   found = {}
-  for name, c in cases_of_ops().items():
-    places = PLACES if "chunked" in name or "," not in name else PLACES[1:2]
-    found[name] = differences(c, places, eager=name.endswith("chunked"))
-  return found
+  for name in STATEFUL:
+    want = results(_stateful(name, "recurrent"))
+    for impl in IMPLS:
+      places = PLACES if (name, impl) == ("delta_rule", "chunked") else PLACES[1:2]
+      found[f"{name}, {impl}"] = differences(_stateful(name, impl), places, want=want)
+  others = STATELESS | ATTENTION
+  others["linear_recurrence, pallas"] = _stateful("linear_recurrence", "pallas")
+  others |= {f"{name}, steps": _step(name) for name in ("delta_rule", "mlstm")}
+  return found | {name: differences(c, PLACES[:1]) for name, c in others.items()}
 
 
 @pytest.mark.parametrize(

@@ -1,75 +1,98 @@
-"""README's examples run, its commands are the ones that are tested, and its figures exist."""
+"""The examples of README and of the guides run, their links exist, the tables are true."""
 
 import contextlib
+import inspect
 import io
 import pathlib
 import re
-import subprocess
 
-import cases
+import jax
+import jax.numpy as jnp
+import layer_cases
 import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 import lajax
 import lajax.layers as L
 
 ROOT = pathlib.Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
-TEST_COMMAND = 'pip install -e ".[test]" && pytest'
+GUIDES = ("docs/equation_to_layer.md", "docs/decode_and_packing.md", "docs/implementations.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/index.md", *GUIDES)
+README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[tuple[int, str]]:
-  """(line, text) of every fenced block of a language."""
-  found = re.finditer(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-  return [(README[: match.start()].count("\n") + 2, match.group(1)) for match in found]
+def examples(page: str) -> list[tuple[int, str]]:
+  """(line, source) of every Python example of a page."""
+  text = (ROOT / page).read_text()
+  found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+  return [(text[: match.start()].count("\n") + 2, match.group(1)) for match in found]
 
 
-def test_there_is_a_readme_with_examples():
-  assert blocks("python")
-
-
-@pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize(
-  ("line", "source"),
-  [
-    pytest.param(*block, id=f"line{block[0]}", marks=[pytest.mark.slow] if n else [])
-    for n, block in enumerate(blocks("python"))
-  ],
-)
-def test_python_example_runs(line, source, tmp_path, monkeypatch):
-  """In a namespace of its own, in an empty folder, so that it can be pasted as it stands."""
+@pytest.fixture
+def place_of_its_own(tmp_path, monkeypatch):
+  """An empty folder, and JAX's settings as they were."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("MPLBACKEND", "agg")
-  code = compile("\n" * (line - 1) + source, str(ROOT / "README.md"), "exec")
+  names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  before = {name: jax.config.read(name) for name in names}
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+def run(page: str, line: int, source: str, names: dict) -> None:
+  """Runs an example as it stands; an error shows its line in the page."""
+  code = compile("\n" * (line - 1) + source, str(ROOT / page), "exec")
   with contextlib.redirect_stdout(io.StringIO()):
-    exec(code, {"__name__": "readme"})
+    exec(code, names)
 
 
-def test_the_test_command_is_the_one_that_ci_runs():
-  assert TEST_COMMAND in README
-  assert TEST_COMMAND in (ROOT / ".ci" / "run").read_text()
-  assert TEST_COMMAND in (ROOT / "CONTRIBUTING.md").read_text()
+@pytest.mark.usefixtures("quick_compiles", "place_of_its_own")
+@pytest.mark.parametrize(
+  ("page", "line", "source"),
+  [
+    pytest.param(page, *example, id=f"{page}:{example[0]}", marks=[pytest.mark.slow] if n else [])
+    for page in ("README.md", "docs/index.md")
+    for n, example in enumerate(examples(page))
+  ],
+)
+def test_example_can_be_pasted(page, line, source):
+  run(page, line, source, {"__name__": "example"})
 
 
-def test_ci_script_parses():
-  subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
+@pytest.mark.usefixtures("quick_compiles", "place_of_its_own")
+@pytest.mark.parametrize("page", GUIDES)
+def test_guide_runs_from_top_to_bottom(page):
+  names = {"__name__": "guide"}
+  found = examples(page)
+  assert found
+  for line, source in found:
+    run(page, line, source, names)
 
 
-def test_files_named_in_readme_exist():
-  """Links and pictures that point into the repository."""
-  targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", README) + re.findall(r'src="([^"]+)"', README)
-  missing = [t for t in targets if not re.match(r"[a-z]+:", t) and not (ROOT / t).exists()]
-  assert not missing
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_paths_exist(page):
+  """Links and pictures, also into a heading, and `lajax/...` and the like in code quotes."""
+  text, here = (ROOT / page).read_text(), (ROOT / page).parent
+  wrong = []
+  for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", text):
+    file, _, heading = target.partition("#")
+    path = here / file if file else ROOT / page
+    if re.match(r"[a-z]+:", target):
+      continue
+    if not path.exists() or (heading and heading not in headings(path)):
+      wrong.append(target)
+  named = re.findall(r"`((?:lajax|tests|experiments|docs|\.ci)/[\w./*-]*)`", text)
+  wrong += [path for path in named if not list(ROOT.glob(path.rstrip("/")))]
+  assert not wrong
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_paths_named_in_the_docs_exist(name):
-  """`lajax/...`, `tests/...`, `experiments/...` in code quotes: files that are there (or patterns that match some)."""
-  if not (ROOT / name).exists():
-    pytest.fail(f"no {name}")
-  text = (ROOT / name).read_text()
-  named = set(re.findall(r"`((?:lajax|tests|experiments|\.ci)/[\w./*-]*)`", text))
-  missing = sorted(path for path in named if not list(ROOT.glob(path.rstrip("/"))))
-  assert not missing
+def headings(page: pathlib.Path) -> set[str]:
+  """The anchors of a page's headings, as GitHub and the documentation make them."""
+  found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+  return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
 
 
 def systems() -> list[dict[str, str]]:
@@ -80,37 +103,41 @@ def systems() -> list[dict[str, str]]:
   return [dict(zip(head, split(line), strict=True)) for line in lines[2:]]
 
 
+PIECES = ("GatedRMSNorm", "LayerState", "Mixer", "ShortConv")  # classes that are no system
+
+
 def test_the_table_of_systems_is_whole():
   """Every layer that mixes tokens stands in it once, every op at least once."""
   names = lambda column: [name for row in systems() for name in re.findall(r"`(\w+)`", row[column])]
   mixers = [name for name in L.__all__ if isinstance(getattr(L, name), type) and name not in PIECES]
   assert sorted(names("layer `L.…`")) == sorted(mixers)
-  assert set(names("op `lajax.…`")) == set(lajax.__all__)
+  ops = [name for name in lajax.__all__ if is_op(getattr(lajax, name))]
+  assert set(names("op `lajax.…`")) == set(ops)
 
 
-PIECES = ("GatedRMSNorm", "LayerState", "Mixer", "ShortConv")
+def is_op(function) -> bool:
+  """Whether a name of `lajax` is an op: a function of queries, or of inputs x with log decays."""
+  names = list(inspect.signature(function).parameters)
+  return names[0] == "q" or names[:2] == ["x", "log_a"]
 
 
-KERNELS = (
-  "linear_attention",
-  "normalized_linear_attention",
-  "mlstm",
-  "delta_rule",
-  "delta_product",
-  "dplr",
-  "linear_recurrence",
-  "attention",
-)
-REFUSED = ("ForgettingAttention",)  # for `log_forget`
+@pytest.mark.parametrize("row", systems(), ids=lambda row: row["layer `L.…`"].split("`")[1])
+def test_the_table_of_systems_names_the_implementations(row):
+  """A layer without `impl` has none; tracing a layer shows whether it has kernels."""
+  layer = getattr(L, re.findall(r"`(\w+)`", row["layer `L.…`"])[0])
+  cases = [case for case in layer_cases.EACH if case.layer.func is layer]
+  want = {"recurrent", "associative", "chunked"} if cases else set()
+  if cases and has_kernels(cases[0]):
+    want.add("pallas")
+  columns = ("recurrent", "associative", "chunked", "pallas")
+  assert {impl for impl in columns if row[impl] == "✓"} == want
 
 
-def test_the_table_of_systems_names_the_forms_that_ops_have():
-  forms = {case.op: case.impls for case in cases.CASES.values()}
-  for row in systems():
-    op, layer = (row[name].strip("`") for name in ("op `lajax.…`", "layer `L.…`"))
-    want = set(forms.get(op, ())) | (
-      {"pallas"} if op in KERNELS and layer not in REFUSED else set()
-    )
-    assert {
-      form for form in ("recurrent", "associative", "chunked", "pallas") if row[form] == "✓"
-    } == want, row
+def has_kernels(case: layer_cases.Case) -> bool:
+  x = jax.ShapeDtypeStruct((1, 20, layer_cases.D), jnp.float32)
+  graph, parameters = layer_cases.abstract(case, impl="pallas")
+  try:
+    jax.eval_shape(lambda parameters, x: nnx.merge(graph, parameters)(x)[0], parameters, x)
+  except NotImplementedError:
+    return False
+  return True

@@ -1,4 +1,4 @@
-"""The speed experiment: its baselines compute what lajax does, its tables have every row, bad flags give one line."""
+"""Speed experiment: baselines agree with lajax, tables are complete, bad flags give one line."""
 
 import dataclasses
 import functools
@@ -15,15 +15,18 @@ import pytest
 from cases import quick_jit
 from rich.console import Console
 
+import lajax.layers as L
+
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
-import speed  # noqa: E402
-from speed_baselines import PLAIN  # noqa: E402
-from speed_cases import CORE, OPS  # noqa: E402
-from speed_config import FORMS, Config, parse  # noqa: E402
-from speed_report import forms_table  # noqa: E402
-from speed_timing import Row, decode, inputs_of, measure, plan, reference_of  # noqa: E402
+from speed import run as script  # noqa: E402
+from speed.baselines import PLAIN  # noqa: E402
+from speed.cases import CORE, OPS  # noqa: E402
+from speed.compiling import STACKS, Stack, compile_times  # noqa: E402
+from speed.config import IMPLS, Config, parse  # noqa: E402
+from speed.report import compile_table, ops_table  # noqa: E402
+from speed.timing import Row, decode, inputs_of, measure, plan, reference_of  # noqa: E402
 
 TINY = Config(length=3, batch=1, heads=2, width=4, repeats=2, positions=(3, 9))
 
@@ -31,8 +34,8 @@ TINY = Config(length=3, batch=1, heads=2, width=4, repeats=2, positions=(3, 9))
 @pytest.mark.parametrize("op", OPS)
 def test_baselines_agree_with_lajax(op):
   inputs = inputs_of(TINY, op, TINY.length)
-  form = functools.partial(OPS[op].call, impl="recurrent")
-  calls = {"recurrent": form} | {name: baseline.call for name, baseline in PLAIN[op].items()}
+  recurrent = functools.partial(OPS[op].call, impl="recurrent")
+  calls = {"recurrent": recurrent} | {name: baseline.call for name, baseline in PLAIN[op].items()}
   together = lambda inputs: {name: call(**inputs) for name, call in calls.items()}
   results = quick_jit(together)(inputs)
   want = results.pop("recurrent")
@@ -44,12 +47,12 @@ def test_baselines_agree_with_lajax(op):
 @pytest.mark.parametrize(
   ("arguments", "ops"), [([], CORE), (["--ops", "all"], OPS)], ids=["default", "all"]
 )
-def test_table_has_every_op_in_every_form(arguments, ops):
-  config = parse(["--forms", *FORMS, *arguments])
+def test_table_has_every_op_in_every_implementation(arguments, ops):
+  config = parse(["--forms", *IMPLS, *arguments])
   rows = plan(config, {})
-  assert {(row.op, row.name) for row in rows} >= {(op, form) for op in ops for form in FORMS}
+  assert {(row.op, row.name) for row in rows} >= {(op, impl) for op in ops for impl in IMPLS}
   assert len({(row.op, row.name, row.length) for row in rows}) == len(rows)
-  table = forms_table(config, rows)
+  table = ops_table(config, rows)
   assert table.row_count == len(rows)
   assert set(table.columns[0].cells) == set(ops)
   for row in rows:  # each row's reference stands at as many tokens, unless nothing there is timed
@@ -65,36 +68,10 @@ def test_decoding_takes_inputs_without_tokens():
 def test_run_prints_figures_and_writes_lines(tmp_path):
   text = io.StringIO()
   out = tmp_path / "speed.jsonl"
-  config = parse(
-    [
-      *(
-        "--ops",
-        "linear_recurrence",
-        "--length",
-        "16",
-        "--heads",
-        "1",
-        "--width",
-        "4",
-        "--repeats",
-        "2",
-      ),
-      *(
-        "--positions",
-        "3",
-        "9",
-        "--forms",
-        "recurrent",
-        "auto",
-        "pallas",
-        "--out",
-        str(out),
-        "--associative",
-      ),
-      *("simple_gla", "--scaling", "--lengths", "16", "32"),
-    ]
-  )
-  speed.run(config, Console(file=text, width=160))
+  flags = "--ops linear_recurrence --length 16 --heads 1 --width 4 --repeats 2 --positions 3 9"
+  flags += " --forms recurrent auto pallas --associative simple_gla --scaling --lengths 16 32"
+  config = parse([*flags.split(), "--no-compile", "--out", str(out)])
+  script.run(config, Console(file=text, width=160))
   lines = [json.loads(line) for line in out.read_text().splitlines()]
   rows = {line["name"]: line for line in lines if line["task"] == "speed"}
   assert list(rows) == ["recurrent", "auto", "pallas", "naive token scan"]
@@ -115,7 +92,7 @@ def test_run_prints_figures_and_writes_lines(tmp_path):
   assert "shared machine" in text.getvalue()
 
 
-def test_a_form_that_an_op_does_not_have_says_so():
+def test_an_implementation_that_an_op_does_not_have_says_so():
   (row,) = measure(TINY, [Row("gated_oja", "pallas", TINY.length)], Console(file=io.StringIO()))
   assert row.both is None
   assert "no kernel" in row.why_not
@@ -127,7 +104,7 @@ def test_a_form_that_an_op_does_not_have_says_so():
 def test_kept_memory_is_not_taken_anew():
   code = """
 import resource
-from allocator import keep_freed_memory
+from speed.allocator import keep_freed_memory
 def faults():
   before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
   for _ in range(4):
@@ -156,7 +133,9 @@ print(kept, freed, faults())
   [
     (["--lenth", "4"], "--lenth"),
     (["--ops", "lstm"], "unknown lstm; known: linear_attention"),
-    (["--forms", "fast"], "unknown fast; known: recurrent"),
+    (["--forms", "fast"], "--forms: unknown fast; known: recurrent"),
+    (["--forms"], "--forms needs at least one value"),
+    (["--compile", "--scaling"], "--compile prints nothing but compile times; leave out --scaling"),
     (["--length", "0"], "--length must be at least 1; got 0"),
     (["--lengths", "64", "--scaling"], "two different lengths"),
     (["--dtype", "int8"], "dtype"),
@@ -170,3 +149,54 @@ def test_bad_flags_give_one_line(arguments, said, capsys):
   assert message.startswith("speed.py: error: ")
   assert said in message
   assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+  ("command", "folder"),
+  [
+    pytest.param([str(ROOT / "experiments" / "speed.py")], None, id="script"),
+    pytest.param(["-m", "experiments.speed"], ROOT, id="module", marks=pytest.mark.slow),
+    pytest.param(["-m", "speed"], ROOT / "experiments", id="inner", marks=pytest.mark.slow),
+  ],
+)
+def test_the_script_and_the_folder_of_its_name_are_one_program(command, folder, tmp_path):
+  done = subprocess.run(
+    [sys.executable, *command, "--length", "0"],
+    cwd=folder or tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  assert done.returncode == 2
+  assert done.stderr == "speed.py: error: --length must be at least 1; got 0\n"
+  assert done.stdout == ""
+
+
+@pytest.mark.usefixtures("quick_compiles")
+def test_compile_times_of_layers_are_printed(monkeypatch, tmp_path):
+  assert [stack.name for stack in STACKS] == [
+    "1 x SoftmaxAttention",
+    "1 x GatedDeltaNet",
+    "1 x KimiDeltaAttention",
+    "4 x KimiDeltaAttention",
+    "8 x KimiDeltaAttention",
+  ]
+  monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests of this process need them
+  text = io.StringIO()
+  layer = functools.partial(L.SoftmaxAttention, num_heads=1, head_dim=4)
+  small = [Stack(functools.update_wrapper(layer, L.SoftmaxAttention), 2)]
+  tiny = functools.partial(compile_times, stacks=small, d_model=4, tokens=8)
+  monkeypatch.setattr(script, "compile_times", tiny)
+  out = tmp_path / "speed.jsonl"
+  script.run(parse(["--compile", "--out", str(out)]), Console(file=text, width=160))
+  (line,) = [json.loads(line) for line in out.read_text().splitlines()]
+  assert (line["task"], line["name"], line["layers"]) == (
+    "speed_compile",
+    "2 x SoftmaxAttention",
+    2,
+  )
+  assert line["compile_seconds"] > 0
+  assert "Compiling jit(grad): d_model 4, 8 tokens" in " ".join(text.getvalue().split())
+  assert f"{line['compile_seconds']:.1f}" in text.getvalue()
+  assert compile_table([line]).row_count == 1

@@ -158,10 +158,6 @@ class Mixer(StatefulLayer):
   # --- what it uses ---
 
   @property
-  def state_dtype(self) -> jnp.dtype:
-    return wide_dtype(self.dtype or self.param_dtype)
-
-  @property
   def gate_dtype(self) -> jnp.dtype:
     """Dtype of the parameters of gates and norms."""
     return wide_dtype(self.param_dtype)

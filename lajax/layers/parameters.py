@@ -1,7 +1,7 @@
 """Gates, norms and rotations that several layers share, with the initial values of their parameters."""
 
 import functools
-from math import pi, prod
+from math import pi
 from typing import Any
 
 import jax
@@ -10,9 +10,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lajax import pallas
 from lajax._numerics import accumulation_dtype
 from lajax._shapes import IMPLS, check_dtype_option, check_number, check_option, check_whole
+from lajax.ops import gated_rms_norm
+from lajax.ops.norm import GATES
 
 
 def promoted(*dtypes: Any) -> jnp.dtype:
@@ -35,16 +36,6 @@ def widen(x: Array) -> Array:
 def aligned(weight: Float[Array, "*D"], x: Array) -> Float[Array, "..."]:
   """Returns a parameter in float32 at least, with axes of size 1 in front up to the rank of x."""
   return widen(weight).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
-
-
-def over_tokens(weight: Float[Array, "D"], shape: tuple[int, ...]) -> Float[Array, "... D"]:
-  """Returns one weight per channel, broadcast to `shape`, as a product with ones.
-
-  XLA makes the same program of it as of a broadcast. But its transpose is a product too; that of a
-  broadcast is a sum over tokens by columns, which XLA does three times slower on a CPU.
-  """
-  ones = jnp.ones((prod(shape[:-1]), 1), weight.dtype)
-  return jnp.matmul(ones, weight[None], precision="highest").reshape(shape)
 
 
 # --- decays ----------------------------------------------------------------------------------------
@@ -88,8 +79,6 @@ def step_bias(
 
 # --- norms -----------------------------------------------------------------------------------------
 
-GATES = {"swish": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
-
 
 class GatedRMSNorm(nnx.Module):
   """RMSNorm over the last axis in float32, times a gate:  y = x / sqrt(mean x^2 + eps) * weight * act(gate).
@@ -98,8 +87,7 @@ class GatedRMSNorm(nnx.Module):
     width: size of the last axis.
     activation: "swish" or "sigmoid", of the gate.
     eps: a number of at least 0, inside the root.
-    impl: "pallas" for one kernel where it takes the arrays, as "auto" does on NVIDIA GPUs; all others
-      are plain JAX.
+    impl: of `lajax.ops.gated_rms_norm`.
     param_dtype: of the weight.
 
   Raises:
@@ -129,19 +117,8 @@ class GatedRMSNorm(nnx.Module):
     self, x: Float[Array, "... D"], gate: Float[Array, "... D"] | None = None
   ) -> Float[Array, "... D"]:
     """Normalises x; without a gate this is RMSNorm."""
-    weight = widen(self.weight[...])
-    if (
-      pallas.wanted(self.impl)
-      and x.size
-      and pallas.supports_gated_rms_norm(x, weight, gate) is None
-    ):
-      return pallas.run_gated_rms_norm(x, weight, gate, activation=self.activation, eps=self.eps)
-    wide = widen(x)
-    scale = jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.eps)
-    y = wide * scale * over_tokens(weight, x.shape)
-    if gate is not None:
-      y = y * GATES[self.activation](widen(gate))
-    return y.astype(x.dtype)
+    options = {"activation": self.activation, "eps": self.eps, "impl": self.impl}
+    return gated_rms_norm(x, widen(self.weight[...]), gate, **options)
 
 
 # --- positions -------------------------------------------------------------------------------------

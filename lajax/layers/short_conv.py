@@ -1,13 +1,10 @@
 """Short causal depthwise convolution, which stands before most linear mixers."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from lajax import pallas
 from lajax._shapes import (
   IMPLS,
   check_dtype_option,
@@ -16,9 +13,9 @@ from lajax._shapes import (
   check_rngs,
   check_whole,
 )
-from lajax.layers.parameters import over_tokens, widen
 from lajax.layers.state import CallDocuments
 from lajax.layers.stateful import StatefulLayer
+from lajax.ops import short_conv
 
 
 class ShortConv(StatefulLayer):
@@ -34,8 +31,7 @@ class ShortConv(StatefulLayer):
     width: W >= 1, the current token included.
     use_bias: add one bias per channel.
     activation: "silu", or None for none.
-    impl: "pallas" for one kernel where it takes the arrays, as "auto" does on NVIDIA GPUs; all others
-      are shifted products.
+    impl: of `lajax.ops.short_conv`.
     dtype: of the computation; None for that of the inputs and parameters together.
     param_dtype: of the parameters.
     rngs: random streams of the initial parameters.
@@ -99,58 +95,6 @@ class ShortConv(StatefulLayer):
     """Returns the convolution behind a cache, and the cache after it; x must be zero at padding."""
     dtype = self.computation_dtype(x.dtype)
     past = self.init_conv(len(x), dtype) if cache is None else cache.astype(dtype)
-    weight = self.weight[...]
     bias = None if self.bias is None else self.bias[...]
-    return short_conv(
-      x.astype(dtype), weight, bias, past, documents, silu=self.activation == "silu", impl=self.impl
-    )
-
-
-def short_conv(
-  x: Float[Array, "B T D"],
-  weight: Float[Array, "D W"],
-  bias: Float[Array, "D"] | None,
-  past: Float[Array, "B W-1 D"],
-  documents: CallDocuments,
-  *,
-  silu: bool,
-  impl: str,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B W-1 D"]]:
-  """Returns the convolution of x behind the tokens `past`, and the tokens that the next call reads."""
-  ids = documents.ids
-  if pallas.wanted(impl) and x.size and pallas.supports_short_conv(x, weight, past) is None:
-    y, rest = pallas.run_short_conv(x, weight, bias, past, ids, silu=silu)
-    return documents.blank_padding(y), rest
-  (B, T, _), reach = x.shape, past.shape[1]
-  if ids is None:
-    seen = jnp.concatenate([past, x], axis=1)
-    return _taps(seen, weight, bias, silu, lambda read, w: read), seen[:, T:]
-
-  # Real tokens are moved together, so that each has the tokens it reads right before it, and then back.
-  is_token = ids >= 0
-  rank = jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
-  rows = jnp.arange(B)[:, None]
-  place = jnp.where(is_token, rank, T)
-  together = lambda a, fill: jnp.full_like(a, fill).at[rows, place].set(a, mode="drop")
-  seen = jnp.concatenate([past, together(x, 0)], axis=1)
-  document = jnp.pad(together(ids, -1), ((0, 0), (reach, 0)))  # the cache is of document 0
-  same = lambda w: (document[:, w : w + T] == document[:, reach:])[..., None]
-  y = _taps(seen, weight, bias, silu, lambda read, w: jnp.where(same(w), read, 0))
-  y = documents.blank_padding(jnp.take_along_axis(y, jnp.maximum(rank, 0)[..., None], axis=1))
-  last = rank[:, -1:] + 1 + jnp.arange(reach)[None]  # in `seen`, up to the last real token
-  document_of = lambda place: jnp.take_along_axis(document, place, axis=1)
-  rest = jnp.take_along_axis(seen, last[..., None], axis=1)
-  return y, jnp.where((document_of(last) == document_of(rank[:, -1:] + reach))[..., None], rest, 0)
-
-
-def _taps(seen: Array, weight: Array, bias: Array | None, silu: bool, mask) -> Array:
-  """W shifted products: on a CPU ten times faster than a grouped convolution, and five times with gradients."""
-  width = weight.shape[1]
-  shape = (seen.shape[0], seen.shape[1] - width + 1, seen.shape[2])
-  wide, weight = widen(seen), widen(weight)
-  read = lambda w: mask(wide[:, w : w + shape[1]], w)
-  taps = (read(w) * over_tokens(weight[:, w].astype(wide.dtype), shape) for w in range(width))
-  y = functools.reduce(jnp.add, taps)
-  if bias is not None:
-    y = y + over_tokens(bias.astype(wide.dtype), shape)
-  return (jax.nn.silu(y) if silu else y).astype(seen.dtype)
+    options = {"activation": self.activation, "impl": self.impl}
+    return short_conv(x.astype(dtype), self.weight[...], bias, past, documents.ids, **options)

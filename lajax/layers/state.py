@@ -162,8 +162,6 @@ class CallDocuments(NamedTuple):
     is_token = (self.ids >= 0).reshape(self.ids.shape + (1,) * (x.ndim - 2))
     return jnp.where(is_token, x, jnp.zeros((), x.dtype))
 
-  only_real = blank_padding
-
   def continued(self, state: Any) -> Any:
     """Returns arrays [B ...] of a state with zeros in the rows where the call begins a new document."""
     if self.continues is None:
@@ -171,9 +169,6 @@ class CallDocuments(NamedTuple):
     keep = self.continues
     select = lambda s: jnp.where(keep.reshape(-1, *(1,) * (s.ndim - 1)), s, jnp.zeros((), s.dtype))
     return jax.tree.map(select, state)
-
-
-Documents = CallDocuments
 
 
 def follow(

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float
 
 from lajax._shapes import check_dtype_option, check_number
 from lajax.layers.mixer import Mixer
-from lajax.layers.parameters import aligned, over_tokens, widen
-from lajax.layers.short_conv import short_conv
+from lajax.layers.parameters import aligned, widen
+from lajax.ops import short_conv
+from lajax.ops.norm import over_rows
 
 
 class TokenShiftMixer(Mixer):
@@ -33,7 +34,8 @@ class TokenShiftMixer(Mixer):
     past = self.init_conv(len(x), dtype) if conv is None else conv.astype(dtype)
     # The token before, of the same document: a convolution of width 2 whose weights are (1, 0).
     weight = jnp.broadcast_to(jnp.array([[1, 0]], dtype), (self.d_model, 2))
-    before, conv = short_conv(x, weight, None, past, documents, silu=False, impl=self.impl)
+    options = {"activation": None, "impl": self.impl}
+    before, conv = short_conv(x, weight, None, past, documents.ids, **options)
     read = self.inputs(x, before - x)
     projected = {name: self.projected(name, read[name]) for name, _ in self.projections}
     return read | projected, conv
@@ -89,6 +91,6 @@ class HeadNorm(nnx.Module):
     wide = wide - wide.mean(-1, keepdims=True)
     y = wide / jnp.sqrt((wide * wide).mean(-1, keepdims=True) + self.eps)
     flat = lax.collapse(y, 2)
-    per_channel = lambda w: over_tokens(widen(w[...]).reshape(-1), flat.shape)
+    per_channel = lambda w: over_rows(widen(w[...]).reshape(-1), flat.shape)
     y = flat * per_channel(self.weight) + per_channel(self.bias)
     return y.reshape(x.shape).astype(x.dtype)

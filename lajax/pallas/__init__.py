@@ -1,12 +1,18 @@
-"""GPU kernels, in Pallas; interpreted where there is no GPU. `lajax.ops` and two pieces of `lajax.layers` call them.
+"""GPU kernels in Pallas, interpreted where there is no GPU. `lajax.ops` and two parts of
+`lajax.layers` call them.
 
-`run_*` computes what the operation of that name does, after `lajax._shapes` has checked the arguments and `supports_*`,
-which says in a sentence what the kernels do not take, has answered None. Arrays are not empty, q, k, v (x) not cast, gates and
-states in float32; of documents, `runs` and `real` are what `drive.segments` gives, padding is zeros as `drive.blank_padding` makes
-it, and what comes out there is not to be read. `decode_*` is one token. All have first derivatives in reverse mode, but
-for decoding, which has none.
+`run_*` computes the operation of that name. `supports_*` returns a sentence that says what the
+kernels do not take, or None. `decode_*` computes one token. The caller of `run_*` promises:
 
-`python -m lajax.pallas.report` says what the compiler makes of them.
+* `lajax._shapes` has checked the arguments, and `supports_*` has returned None.
+* No array is empty. Gates and states are float32; q, k, v and x have the caller's dtype.
+* `document` counts the documents of a row from 0 on. Padding has the number of the document before
+  it, and all its arrays are zeros. Outputs at padding are undefined: the caller replaces them.
+
+`run_*` has first derivatives in reverse mode; `decode_*` has none. A NaN or an inf in a packed
+document stays in that document (`lajax.pallas.nonfinite`).
+
+`python -m lajax.pallas.report` compiles all kernels and writes what the compiler made of them.
 """
 
 from lajax.pallas.attention import attention as run_attention

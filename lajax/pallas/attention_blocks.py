@@ -1,6 +1,7 @@
-"""How the kernels of attention cut their work, and which tokens and blocks read which.
+"""Tilings of the attention kernels, and which tokens and blocks read which.
 
-Letters: K and V are cut into NK and NV tiles of so many columns; i counts tiles of K, j of V, n blocks of queries, m of keys.
+Letters: K and V are cut into NK and NV tiles of columns; i counts tiles of K, j tiles of V, n
+blocks of queries, m blocks of keys.
 """
 
 import functools
@@ -13,54 +14,56 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax.pallas import tiles
-from lajax.pallas.launch import load
-from lajax.pallas.plan import over
-from lajax.pallas.tiles import Products, both, inside, take
+from lajax.pallas.plan import loop_tiles
+from lajax.pallas.tiles import Products, inside, load, tile_mask
 
 f32 = jnp.float32
 
 
-class Tiles(NamedTuple):
-  """How a kernel cuts its work: queries and keys in a block, most columns in a tile, warps, and stages of the pipeline."""
+class AttentionTiles(NamedTuple):
+  """Tiling of a kernel."""
 
-  C: int
-  S: int
-  width: int
+  C: int  # queries in a block
+  S: int  # keys in a block
+  width: int  # most columns in a tile
   warps: int
-  stages: int
+  stages: int  # of the pipeline of loads
 
 
-TILES = {  # by kernel, the larger of K and V up to 64, 128 or 256, and whether the operands are wider than bfloat16
-  ("forward", 64, False): Tiles(128, 32, 64, 8, 2),
-  ("forward", 128, False): Tiles(128, 32, 128, 8, 2),
-  ("forward", 256, False): Tiles(64, 64, 128, 8, 2),
-  ("forward", 64, True): Tiles(32, 32, 64, 4, 1),
-  ("forward", 128, True): Tiles(32, 32, 64, 8, 1),
-  ("forward", 256, True): Tiles(32, 32, 64, 8, 1),
-  ("queries", 64, False): Tiles(64, 64, 64, 8, 2),
-  ("queries", 128, False): Tiles(64, 64, 128, 8, 2),
-  ("queries", 256, False): Tiles(64, 32, 128, 8, 2),
-  ("queries", 64, True): Tiles(32, 32, 64, 8, 1),
-  ("queries", 128, True): Tiles(32, 32, 64, 8, 1),
-  ("queries", 256, True): Tiles(32, 32, 32, 4, 1),
-  ("keys", 64, False): Tiles(32, 64, 64, 8, 2),
-  ("keys", 128, False): Tiles(64, 64, 128, 8, 2),
-  ("keys", 256, False): Tiles(32, 64, 64, 8, 2),
-  ("keys", 64, True): Tiles(32, 32, 32, 4, 1),
-  ("keys", 128, True): Tiles(32, 32, 32, 4, 1),
-  ("keys", 256, True): Tiles(32, 32, 32, 4, 1),
+# Keys: kernel, the larger of K and V up to this, whether operands are wider than bfloat16.
+TILES = {
+  ("forward", 64, False): AttentionTiles(128, 32, 64, 8, 2),
+  ("forward", 128, False): AttentionTiles(128, 32, 128, 8, 2),
+  ("forward", 256, False): AttentionTiles(64, 64, 128, 8, 2),
+  ("forward", 64, True): AttentionTiles(32, 32, 64, 4, 1),
+  ("forward", 128, True): AttentionTiles(32, 32, 64, 8, 1),
+  ("forward", 256, True): AttentionTiles(32, 32, 64, 8, 1),
+  ("queries", 64, False): AttentionTiles(64, 64, 64, 8, 2),
+  ("queries", 128, False): AttentionTiles(64, 64, 128, 8, 2),
+  ("queries", 256, False): AttentionTiles(64, 32, 128, 8, 2),
+  ("queries", 64, True): AttentionTiles(32, 32, 64, 8, 1),
+  ("queries", 128, True): AttentionTiles(32, 32, 64, 8, 1),
+  ("queries", 256, True): AttentionTiles(32, 32, 32, 4, 1),
+  ("keys", 64, False): AttentionTiles(32, 64, 64, 8, 2),
+  ("keys", 128, False): AttentionTiles(64, 64, 128, 8, 2),
+  ("keys", 256, False): AttentionTiles(32, 64, 64, 8, 2),
+  ("keys", 64, True): AttentionTiles(32, 32, 32, 4, 1),
+  ("keys", 128, True): AttentionTiles(32, 32, 32, 4, 1),
+  ("keys", 256, True): AttentionTiles(32, 32, 32, 4, 1),
 }
 
 
 class Mask(NamedTuple):
-  """What a query reads, beside its document: nothing after itself if causal, and of the window on either side."""
+  """Reads of a query within its document: nothing after itself if causal, `window` tokens on either
+  side.
+  """
 
   causal: bool
   window: int | None
 
 
-class Plan(NamedTuple):
-  """The sizes of a call, and how one kernel cuts them."""
+class AttentionPlan(NamedTuple):
+  """Sizes of a call, and how one kernel cuts them."""
 
   B: int
   T: int
@@ -99,7 +102,7 @@ class Plan(NamedTuple):
   def NV(self) -> int:
     return -(-self.V // self.v_tile)
 
-  def cut(self, kernel: str) -> "Plan":
+  def cut(self, kernel: str) -> "AttentionPlan":
     size = next(size for size in (64, 128, 256) if max(self.K, self.V) <= size)
     t = TILES[kernel, size, self.dtype != jnp.bfloat16]
     side = lambda size: max(16, min(t.width, 1 << (size - 1).bit_length()))
@@ -121,49 +124,54 @@ class Plan(NamedTuple):
     )
 
 
-def plan(q, k, v, mask: Mask, documents: bool, scale: float) -> Plan:
+def plan(q, k, v, mask: Mask, documents: bool, scale: float) -> AttentionPlan:
   (B, T, H, K), (HK, V) = q.shape, v.shape[2:]
-  return Plan(B, T, H, HK, K, V, mask, documents, scale, tiles.operand_dtype(q, k, v))
+  return AttentionPlan(B, T, H, HK, K, V, mask, documents, scale, tiles.operand_dtype(q, k, v))
 
 
-# --- which tokens read which -----------------------------------------------------------------------------------------
+# --- which tokens read which ----------------------------------------------------------------------
 
 
-class Documents(NamedTuple):
-  """Of each token: its document, -1 of padding; how many real tokens there are up to it; from which real token
-  to behind which its document goes."""
+class AttentionDocuments(NamedTuple):
+  """Documents of tokens."""
 
-  segment: Int[Array, "B T"]
-  position: Int[Array, "B T"]
-  start: Int[Array, "B T"]
-  end: Int[Array, "B T"]
+  document: Int[Array, "B T"]  # of each token; -1 for padding
+  position: Int[Array, "B T"]  # number of tokens up to it, padding not counted
+  start: Int[Array, "B T"]  # first token of its document
+  end: Int[Array, "B T"]  # behind the last token of its document
 
 
-def documents_of(runs: Int[Array, "B T"], real: Bool[Array, "B T"]) -> Documents:
-  """From what `drive.segments` gives."""
-  T, index = runs.shape[1], jnp.arange(runs.shape[1], dtype=jnp.int32)
-  begins = jnp.pad(runs[:, 1:] != runs[:, :-1], ((0, 0), (1, 0)))
+def documents_of(document: Int[Array, "B T"], is_token: Bool[Array, "B T"]) -> AttentionDocuments:
+  """Returns the documents of tokens whose padding has the number of the document before it."""
+  T, index = document.shape[1], jnp.arange(document.shape[1], dtype=jnp.int32)
+  begins = jnp.pad(document[:, 1:] != document[:, :-1], ((0, 0), (1, 0)))
   start = lax.cummax(jnp.where(begins, index, 0), axis=1)
   last = lax.cummin(jnp.where(begins, index - 1, T - 1), axis=1, reverse=True)
   last = jnp.pad(last[:, 1:], ((0, 0), (0, 1)), constant_values=T - 1)
-  real_from = lax.cummin(jnp.where(real, index, T - 1), axis=1, reverse=True)
-  real_upto = lax.cummax(jnp.where(real, index, 0), axis=1)
+  token_from = lax.cummin(jnp.where(is_token, index, T - 1), axis=1, reverse=True)
+  token_upto = lax.cummax(jnp.where(is_token, index, 0), axis=1)
   at = functools.partial(jnp.take_along_axis, axis=1)
-  position = jnp.cumsum(real, axis=1, dtype=jnp.int32)
-  return Documents(
-    jnp.where(real, runs, -1), position, at(real_from, start), at(real_upto, last) + 1
+  position = jnp.cumsum(is_token, axis=1, dtype=jnp.int32)
+  return AttentionDocuments(
+    jnp.where(is_token, document, -1), position, at(token_from, start), at(token_upto, last) + 1
   )
 
 
 class Blocks(NamedTuple):
-  """The blocks that a program goes through: from `first` to before `past`, [B or 1, programs of a head]."""
+  """Blocks that a program goes through: from `first` to before `past`. [B or 1, programs of a
+  head].
+  """
 
   first: Int[Array, "B N"]
   past: Int[Array, "B N"]
 
 
-def reach(p: Plan, documents: Documents | None) -> tuple[Array, Array]:
-  """The least range of tokens that holds those that a token reads, or is read by, if not causal; empty for padding."""
+def reach(p: AttentionPlan, documents: AttentionDocuments | None) -> tuple[Array, Array]:
+  """Returns the smallest range of tokens that holds all that a token reads if not causal; empty for
+  padding.
+
+  The same range holds all tokens that read it.
+  """
   T, window = p.T, p.mask.window
   index = jnp.arange(T, dtype=jnp.int32)[None]
   if documents is None:
@@ -173,18 +181,20 @@ def reach(p: Plan, documents: Documents | None) -> tuple[Array, Array]:
       if window is None
       else (jnp.maximum(index - window + 1, 0), jnp.minimum(index + window, T))
     )
-  segment, position, lo, hi = documents
+  document, position, lo, hi = documents
   if window is not None:
     search = lambda side, offset: jax.vmap(functools.partial(jnp.searchsorted, side=side))(
       position, position + offset
     )
     lo = jnp.maximum(lo, search("right", -window).astype(jnp.int32))
     hi = jnp.minimum(hi, search("left", window - 1).astype(jnp.int32) + 1)
-  return jnp.where(segment < 0, T, lo), jnp.where(segment < 0, 0, hi)
+  return jnp.where(document < 0, T, lo), jnp.where(document < 0, 0, hi)
 
 
-def blocks(p: Plan, documents: Documents | None, keys: bool) -> Blocks:
-  """Of blocks of queries, the blocks of keys that are read; of blocks of keys, those of queries that read them."""
+def blocks(p: AttentionPlan, documents: AttentionDocuments | None, keys: bool) -> Blocks:
+  """Returns the blocks of keys that each block of queries reads; with `keys`, the blocks of queries
+  that read each of keys.
+  """
   lo, hi = reach(p, documents)
   index = jnp.arange(p.T, dtype=jnp.int32)[None]
   if p.mask.causal:
@@ -197,33 +207,32 @@ def blocks(p: Plan, documents: Documents | None, keys: bool) -> Blocks:
 
 
 class Where(NamedTuple):
-  """Where the tokens of a block stand, as a row or a column."""
+  """Places of the tokens of a block, as a row or a column."""
 
   index: Array
   position: Array
-  segment: Array | None
+  document: Array | None
 
 
-def where(p: Plan, start, size: int, axis: int, segment_ref, position_ref) -> Where:
+def where(p: AttentionPlan, start, size: int, axis: int, document_ref, position_ref) -> Where:
+  """Returns the places of a block: a column for axis 0, a row for axis 1."""
   lay = lambda x: x[:, None] if axis == 0 else x[None, :]
   index = start + jnp.arange(size)
   if not p.documents:
     return Where(lay(index), lay(index), None)
   at, tokens = pl.ds(start, size), p.tokens(start, size)
-  segment = (
-    load(segment_ref.at[at]) if tokens is None else load(segment_ref.at[at], mask=tokens, other=-1)
-  )
-  return Where(lay(index), lay(take(position_ref.at[at], tokens)), lay(segment))
+  document = load(document_ref.at[at], tokens, other=-1)
+  return Where(lay(index), lay(load(position_ref.at[at], tokens)), lay(document))
 
 
-def masked(p: Plan, queries: Where, keys: Where, x: Array, other: float) -> Array:
-  """x where the query reads the key."""
+def masked(p: AttentionPlan, queries: Where, keys: Where, x: Array, other: float) -> Array:
+  """Returns x where the query reads the key, else `other`."""
   distance = queries.position - keys.position
   window, keep = p.mask.window, []
   if p.T % p.S:
     keep.append(keys.index < p.T)
-  if queries.segment is not None and keys.segment is not None:
-    keep.append((queries.segment == keys.segment) & (keys.segment >= 0))
+  if queries.document is not None and keys.document is not None:
+    keep.append((queries.document == keys.document) & (keys.document >= 0))
   if p.mask.causal:
     keep.append(distance >= 0)
   if window is not None:
@@ -233,11 +242,11 @@ def masked(p: Plan, queries: Where, keys: Where, x: Array, other: float) -> Arra
   return jnp.where(functools.reduce(jnp.logical_and, keep), x, other) if keep else x
 
 
-# --- blocks of arrays ------------------------------------------------------------------------------------------------
+# --- blocks of arrays -----------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-  """Which part of the arrays a program works on."""
+class AttentionPlace(NamedTuple):
+  """Part of the arrays that a program works on."""
 
   b: Array
   h: Array
@@ -246,20 +255,27 @@ class Place(NamedTuple):
 
 
 def places(heads: int, blocks: int, columns: int, backwards: bool = False):
-  """Program number -> Place. With `backwards` the last blocks come first: those of causal queries read most."""
+  """Returns the map from a program's number to its place.
 
-  def place(program) -> Place:
+  With `backwards` the last blocks come first: causal queries read most there, so the longest
+  programs start first.
+  """
+
+  def place(program) -> AttentionPlace:
     block = program // columns % blocks
     program, tile = program // columns // blocks, program % columns
-    return Place(
+    return AttentionPlace(
       program // heads, program % heads, blocks - 1 - block if backwards else block, tile
     )
 
   return place
 
 
-def specs_of(p: Plan, place, keys: bool) -> dict[str, pl.BlockSpec]:
-  """BlockSpecs by kind of array: all tokens of a head of the queries, or of the heads of a group, and of one of the keys."""
+def specs_of(p: AttentionPlan, place, keys: bool) -> dict[str, pl.BlockSpec]:
+  """Returns BlockSpecs by kind of array.
+
+  A block has all tokens of one head; with `keys`, of a group of heads of queries.
+  """
   spec = lambda shape, index: pl.BlockSpec(shape, lambda program: index(place(program)))
   shared = (lambda x: x.h) if keys else (lambda x: x.h // p.G)
   G = p.G if keys else None
@@ -281,20 +297,22 @@ def specs_of(p: Plan, place, keys: bool) -> dict[str, pl.BlockSpec]:
 def inner(
   product: Products, count: int, left, right, shape: tuple[int, int]
 ) -> Float[Array, "M N"]:
-  """left right^T, both by tiles of columns."""
+  """Returns left right^T, both by tiles of columns."""
   body = lambda i, total: total + product.inner(left(i), right(i))
-  return over(count, body, jnp.zeros(shape, f32))
+  return loop_tiles(count, body, jnp.zeros(shape, f32))
 
 
-def tile_of(ref, p: Plan, start, size: int, width: int, mask, head=None):
-  """Tile number -> that tile of the columns of a block of tokens; of one head, where the array has several."""
+def tile_of(ref, p: AttentionPlan, start, size: int, width: int, mask, head=None):
+  """Returns the map from a number to that tile of columns of a block of tokens; of one head if the
+  array has several.
+  """
   at, tokens = pl.ds(start, size), p.tokens(start, size)
   rows = (at,) if head is None else (at, head)
-  return lambda i: take(ref.at[(*rows, pl.ds(i * width, width))], both(tokens, mask(i)))
+  return lambda i: load(ref.at[(*rows, pl.ds(i * width, width))], tile_mask(tokens, mask(i)))
 
 
 def held(count: int, tile):
-  """Tile number -> tile, of a block that stays: where there is one tile, it is read once."""
+  """Returns the same map for a block that stays while others pass: a single tile is loaded once."""
   if count > 1:
     return tile
   x = tile(0)

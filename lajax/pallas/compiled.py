@@ -1,8 +1,9 @@
-"""What the compiler makes of the kernels, for GPUs that need not be here: registers, spills, shared memory, instructions.
+"""Compiles the kernels for GPUs that need not be here: registers, spills, shared memory,
+instructions.
 
-Compiles in another process, which sees no GPU and has the flags that it needs from its start. Needs JAX 0.10 (later ones
-keep the PTX of Triton's kernels to themselves) and `pip install -e ".[test]"`, which brings NVIDIA's compiler; no GPU and
-no driver.
+Another process compiles. It sees no GPU, and has the flags that it needs from its start. Needs JAX
+0.10, since later versions do not write out the PTX of Triton's kernels, and `pip install -e
+".[test]"`, which brings NVIDIA's compiler. Needs no GPU and no driver.
 """
 
 import json
@@ -23,11 +24,14 @@ from jax.sharding import SingleDeviceSharding
 from lajax.pallas.programs import KERNELS, Case, Shape, programs
 
 LOG = "stderr.log"
-OWN = ("input_reduce_fusion", "gemm_fusion")  # XLA's, which go through Triton too
+OWN = ("input_reduce_fusion", "gemm_fusion")  # kernels of XLA's own that go through Triton too
 
 
 class GPU(NamedTuple):
-  """Public data-sheet numbers of one GPU of an architecture; rates are those of dense products with float32 sums."""
+  """Data-sheet numbers of one GPU of an architecture.
+
+  Rates are those of dense products with float32 sums.
+  """
 
   name: str
   capability: tuple[int, int]
@@ -35,28 +39,33 @@ class GPU(NamedTuple):
   shared_per_block: int
   shared_per_core: int
   threads_per_core: int
-  bandwidth: float  # bytes a second
+  bandwidth: float  # bytes per second
   cache: int
   clock: float  # GHz
   memory: int
-  bfloat16: float  # operations a second
+  bfloat16: float  # operations per second
   tf32: float
 
 
 GB = 1 << 30
 ARCHITECTURES = {
-  "sm_80": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 2048, 2039e9, 41943040, 1.41, 80 * GB, 312e12, 156e12),
-  "sm_86": GPU("NVIDIA GeForce RTX 3090", (8, 6), 82, 101376, 102400, 1536, 936e9, 6291456, 1.695, 24 * GB, 71e12, 35.6e12),
-  "sm_89": GPU("NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 102400, 1536, 1008e9, 75497472, 2.52, 24 * GB, 165e12, 82.6e12),
-  "sm_90a": GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 233472, 2048, 3352e9, 52428800, 1.98, 80 * GB, 989e12, 495e12),
-  "sm_100a": GPU("NVIDIA B200", (10, 0), 148, 232448, 233472, 2048, 8000e9, 132644864, 1.965, 180 * GB, 2250e12, 1125e12),
+  "sm_80": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 2048,
+    2039e9, 41943040, 1.41, 80 * GB, 312e12, 156e12),
+  "sm_86": GPU("NVIDIA GeForce RTX 3090", (8, 6), 82, 101376, 102400, 1536,
+    936e9, 6291456, 1.695, 24 * GB, 71e12, 35.6e12),
+  "sm_89": GPU("NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 102400, 1536,
+    1008e9, 75497472, 2.52, 24 * GB, 165e12, 82.6e12),
+  "sm_90a": GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 233472, 2048,
+    3352e9, 52428800, 1.98, 80 * GB, 989e12, 495e12),
+  "sm_100a": GPU("NVIDIA B200", (10, 0), 148, 232448, 233472, 2048,
+    8000e9, 132644864, 1.965, 180 * GB, 2250e12, 1125e12),
 }  # fmt: skip
-REGISTERS = 65536  # of a core
-RESERVED = 1024  # bytes of shared memory that the system takes of each block
+REGISTERS = 65536  # per core (SM)
+RESERVED = 1024  # bytes of shared memory that the system takes from each block
 
 
 class Facts(NamedTuple):
-  """What became of one kernel."""
+  """Facts of one compiled kernel."""
 
   family: str
   kernel: str
@@ -72,11 +81,11 @@ class Facts(NamedTuple):
   mma: int  # warp-level tensor-core instructions
   wgmma: int  # those of a warp group, on Hopper
   tcgen05: int  # those of Blackwell
-  tf32: int  # of all of them, those on tf32
+  tf32: int  # those of all these that multiply tf32
 
   @property
   def blocks(self) -> int:
-    """How many blocks of this kernel one core (SM) holds at once."""
+    """Number of blocks of this kernel that one core (SM) holds at once."""
     gpu, threads = ARCHITECTURES[self.architecture], 32 * self.warps
     by_registers = REGISTERS // (-(-self.registers // 8) * 8 * threads)
     return min(
@@ -88,7 +97,9 @@ class Facts(NamedTuple):
 
 
 def compiler() -> pathlib.Path | None:
-  """The folder of NVIDIA's compiler, if the extra that brings it is installed."""
+  """Returns the folder of NVIDIA's compiler, or None where the extra that brings it is not
+  installed.
+  """
   try:
     import nvidia
   except ImportError:
@@ -98,7 +109,7 @@ def compiler() -> pathlib.Path | None:
 
 
 def facts(architectures: Iterable[str], cases: Iterable[Case]) -> list[Facts]:
-  """What became of the kernels of these cases, forward, backward and decode, on these architectures."""
+  """Compiles the kernels of these cases, forward, backward and decode, for these architectures."""
   wanted = {"architectures": list(architectures), "cases": [list(case) for case in cases]}
   rows = [Facts(*row) for row in _elsewhere("kernels", wanted)]
   return sorted(
@@ -109,7 +120,10 @@ def facts(architectures: Iterable[str], cases: Iterable[Case]) -> list[Facts]:
 def step_memory(
   architecture: str, layers: Sequence[str], impls: Sequence[str], lengths: Sequence[int]
 ) -> list[dict]:
-  """XLA's temporary memory, in bytes, of forward and backward of a layer: d_model 2048, bfloat16, one row of T tokens."""
+  """Returns XLA's temporary memory in bytes of a layer's forward and backward pass.
+
+  d_model is 2048, the dtype bfloat16, the input one row of T tokens.
+  """
   wanted = {
     "architecture": architecture,
     "layers": list(layers),
@@ -128,16 +142,14 @@ def _elsewhere(job: str, wanted: dict[str, Any]) -> list:
       filter(None, [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
     )
     dump = f" --xla_dump_to={folder}" if job == "kernels" else ""
-    environment = (
-      os.environ
-      | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0{dump}",
-        "TF_CPP_MIN_LOG_LEVEL": "0",
-        "TF_CPP_VMODULE": "xtile_compiler=2",  # logs the shared memory of each kernel, which nothing else tells
-        "PYTHONPATH": path,
-      }
-    )
+    environment = os.environ | {
+      "JAX_PLATFORMS": "cpu",
+      "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0{dump}",
+      "TF_CPP_MIN_LOG_LEVEL": "0",
+      # This log is the only place that tells the shared memory of each kernel.
+      "TF_CPP_VMODULE": "xtile_compiler=2",
+      "PYTHONPATH": path,
+    }
     log = pathlib.Path(folder) / LOG
     with log.open("w") as stderr:
       done = subprocess.run(
@@ -159,7 +171,7 @@ def _elsewhere(job: str, wanted: dict[str, Any]) -> list:
   return json.loads(done.stdout.splitlines()[-1])
 
 
-# --- in the process that compiles ------------------------------------------------------------------------------------
+# --- in the process that compiles -----------------------------------------------------------------
 
 
 def _compile_kernels(wanted: dict[str, Any]) -> list[Facts]:
@@ -170,14 +182,13 @@ def _compile_kernels(wanted: dict[str, Any]) -> list[Facts]:
     for case in map(Case._make, wanted["cases"]):
       made = programs(case.family, case.gate, Shape(D=case.D), case.dtype, array)
       names = set()
-      for name in [name for name in made if name != "forward"]:  # which is in `train`
+      for name in [name for name in made if name != "forward"]:  # `train` contains it
         program = made[name]
         logged = (folder / LOG).stat().st_size
         jax.jit(program.call, donate_argnums=program.donated).lower(*program.args).compile()
         rows = _read(folder, (folder / LOG).read_text()[logged:], toolkit, KERNELS[case.family])
-        rows = [
-          (kernel, *rest) for kernel, *rest in rows if kernel not in names
-        ]  # of several programs once
+        # A kernel that several programs launch counts once.
+        rows = [(kernel, *rest) for kernel, *rest in rows if kernel not in names]
         names |= {kernel for kernel, *_ in rows}
         found += [
           Facts(case.family, kernel, case.gate, case.D, case.dtype, architecture, *rest)
@@ -212,7 +223,8 @@ def _compile_steps(wanted: dict[str, Any]) -> list[dict]:
         memory = step.lower(params, array((1, T, D), jnp.bfloat16)).compile().memory_analysis()
         if memory is None:
           raise RuntimeError(
-            f"XLA gave no memory plan of {name} with impl={impl!r} at T = {T}; the report needs JAX 0.10."
+            f"XLA gave no memory plan of {name} with impl={impl!r} at T = {T}; the report needs "
+            "JAX 0.10."
           )
         rows.append({"layer": name, "impl": impl, "T": T, "temp": memory.temp_size_in_bytes})
   return rows
@@ -252,7 +264,9 @@ def _described(gpu: GPU) -> str:
 def _read(
   folder: pathlib.Path, log: str, toolkit: pathlib.Path, kernels: Sequence[str]
 ) -> Iterator[tuple]:
-  """(kernel, warps, registers, ..) of each of our kernels: from XLA's dump of one program, its log, and ptxas."""
+  """Yields (kernel, warps, registers, ..) of each of our kernels, from XLA's dump of a program, its
+  log, and ptxas.
+  """
   number = lambda pattern, text: int(m[1]) if (m := re.search(pattern, text)) else 0
   modules = sorted(
     folder.glob("*.ir-no-opt.ll"), key=lambda path: number(r"\.(\d+)\.ir-no-opt", path.name)
@@ -267,7 +281,7 @@ def _read(
   for path in sorted(folder.glob("*.ptx")):
     text = path.read_text()
     target = re.search(r"\.target (\w+)", text)
-    if target is None:  # a program of copies alone
+    if target is None:  # a program that only copies
       continue
     command = [toolkit / "bin" / "ptxas", "-v", "-arch", target[1], path, "-o", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
@@ -292,7 +306,7 @@ def _read(
 
 
 def _kernel(name: str, kernels: Sequence[str]) -> str | None:
-  """Which of our kernels a function of a program is; None for one of XLA's own."""
+  """Returns the name of the kernel that a function of a program is; None for one of XLA's own."""
   return next(
     (kernel for kernel in sorted(kernels, key=len, reverse=True) if name.startswith(kernel)), None
   )

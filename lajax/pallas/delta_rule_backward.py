@@ -1,4 +1,6 @@
-"""Backward kernels of the delta rule: what each token corrected, cotangents from chunk to chunk, and of pairs."""
+"""Backward kernels of the delta rule: corrections again, cotangents from chunk to chunk, then those
+of scores and keys.
+"""
 
 from collections.abc import Sequence
 
@@ -7,38 +9,38 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lajax.pallas import segments, tiles
+from lajax.pallas import tiles, time_splits
 from lajax.pallas.delta_rule_forward import WIDE, scores
 from lajax.pallas.plan import (
   Axes,
-  Plan,
+  MatrixPlan,
   Tiles,
   chunk_of,
   decayed_results,
-  gathered,
+  document_of,
   key_cotangents,
-  over,
+  launch_plan,
+  loop_tiles,
   places,
-  runs_of,
-  start,
+  sum_over_groups,
 )
 from lajax.pallas.state_tiles import (
   decays,
-  give_state,
+  load_parts,
+  load_state,
   parts_of,
   read_state,
-  take_parts,
-  take_state,
+  store_state,
   total_decay,
 )
-from lajax.pallas.tiles import both, give, iota, take
+from lajax.pallas.tiles import iota, load, store, tile_mask
 
 f32 = jnp.float32
 TILES = {  # without spills on every architecture that lajax.pallas.report compiles for
-  ("errors", False, False): Tiles(64, 32, 8, 1),
-  ("errors", True, False): Tiles(16, 32, 8, 1),
-  ("errors", False, True): Tiles(32, 32, 8, 1),
-  ("errors", True, True): Tiles(32, 32, 4, 1),
+  ("recompute", False, False): Tiles(64, 32, 8, 1),
+  ("recompute", True, False): Tiles(16, 32, 8, 1),
+  ("recompute", False, True): Tiles(32, 32, 8, 1),
+  ("recompute", True, True): Tiles(32, 32, 4, 1),
   ("summaries_back", False, False): Tiles(64, 16, 4, 2),
   ("summaries_back", True, False): Tiles(64, 32, 4, 2),
   ("summaries_back", False, True): Tiles(128, 16, 8, 1),
@@ -53,105 +55,112 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("scores", True, False): Tiles(16, 32, 4, 1),
   ("scores", False, True): Tiles(16, 32, 4, 1),
   ("scores", True, True): Tiles(16, 32, 4, 1),
-  ("pairs", False, False): Tiles(16, 32, 8, 1),
-  ("pairs", True, False): Tiles(16, 16, 8, 1),
-  ("pairs_narrow", True, False): Tiles(16, 16, 8, 2),
-  ("pairs", False, True): Tiles(16, 32, 8, 1),
-  ("pairs", True, True): Tiles(32, 32, 4, 1),
+  ("key_gradients", False, False): Tiles(16, 32, 8, 1),
+  ("key_gradients", True, False): Tiles(16, 16, 8, 1),
+  ("key_gradients_narrow", True, False): Tiles(16, 16, 8, 2),
+  ("key_gradients", False, True): Tiles(16, 32, 8, 1),
+  ("key_gradients", True, True): Tiles(32, 32, 4, 1),
 }
-NARROW = 64  # the K up to which `pairs` of one decay a channel takes two stages: with one it spills on Hopper
+# Up to this K `key_gradients` with decays per channel takes two stages: with one it spills on
+# Hopper.
+NARROW = 64
 AXES = {
-  "errors": Axes(True, False, False),
+  "recompute": Axes(True, False, False),
   "carry_back": Axes(False, False, True),
   "scores": Axes(True, False, False),
-  "pairs": Axes(True, True, False),
+  "key_gradients": Axes(True, True, False),
 }
 
 
-# --- errors: what each token corrected -------------------------------------------------------------------------------
+# --- recompute: the corrections of each token -----------------------------------------------------
 
 
-def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """G of a chunk, E = Y - G (beta Y), and P^T do, P the scores of q and k."""
-  q_ref, k_ref, v_ref, do_ref, beta_ref, g_ref, runs_ref, edges_ref, kept_ref = inputs
-  solved_ref, errors_ref, dread_ref, *decayed_refs = outputs
+def _recompute_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
+  """G of a chunk, the corrections E = Y - G (beta Y), and scale P^T do, where P are the scores of q
+  with k.
+  """
+  q_ref, k_ref, v_ref, do_ref, beta_ref, g_ref, document_ref, edges_ref, chunk_states_ref = inputs
+  triangle_ref, corrections_ref, dread_ref, *decayed_refs = outputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
-  place = places(p, AXES["errors"])[0](pl.program_id(0))
-  tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
+  place = places(p, AXES["recompute"])[0](pl.program_id(0))
+  tokens = p.tokens(place.n)
+  document = document_of(p, document_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
-  beta = take(beta_ref, tokens).astype(f32)
+  beta = load(beta_ref, tokens).astype(f32)
   M, *P = scores(
     p, fine, tokens, [k_ref, q_ref] if p.gate == "channel" else [k_ref], k_ref, g_ref, decayed_refs
   )
-  G = tiles.solve(tiles.pairs(runs, row > column, M), beta, fine)
-  give(solved_ref, G, None)
+  G = tiles.solve_triangle(tiles.mask_scores(document, row > column, M), beta, fine)
+  store(triangle_ref, G, None)
 
   def correct(j, nothing):
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
 
     def tile(i, sums):
       rows, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
-      k = take(k_ref.at[:, rows], both(tokens, keys))
+      k = load(k_ref.at[:, rows], tile_mask(tokens, keys))
       if p.gate == "channel":
-        k = k.astype(f32) * tiles.head_per_channel(
-          take(g_ref.at[:, rows], both(tokens, keys)).astype(f32)
+        k = k.astype(f32) * tiles.from_start_per_channel(
+          load(g_ref.at[:, rows], tile_mask(tokens, keys)).astype(f32)
         )
-      return sums + product(k, take(kept_ref.at[rows, at], both(keys, values)))
+      return sums + product(k, load(chunk_states_ref.at[rows, at], tile_mask(keys, values)))
 
-    out = over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32))
+    out = loop_tiles(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32))
     if p.gate == "head":
-      out *= tiles.head_per_head(take(g_ref, tokens).astype(f32))[:, None]
-    Y = take(v_ref.at[:, at], both(tokens, values)).astype(f32) - tiles.from_start(runs, out)
-    give(errors_ref.at[:, at], Y - fine(G, beta[:, None] * Y), both(tokens, values))
+      out *= tiles.from_start_per_head(load(g_ref, tokens).astype(f32))[:, None]
+    Y = load(v_ref.at[:, at], tile_mask(tokens, values)).astype(f32) - tiles.mask_from_start(
+      document, out
+    )
+    store(corrections_ref.at[:, at], Y - fine(G, beta[:, None] * Y), tile_mask(tokens, values))
     return nothing
 
-  over(p.NV, correct, jnp.int32(0))
-  (P,) = P or scores(
-    p, fine, tokens, [q_ref], k_ref, g_ref, []
-  )  # not before it is needed, where that saves registers
-  P = p.scale * tiles.pairs(runs, row >= column, P)
+  loop_tiles(p.NV, correct, jnp.int32(0))
+  # Without decays per channel the scores of q are made only here, which saves registers above.
+  (P,) = P or scores(p, fine, tokens, [q_ref], k_ref, g_ref, [])
+  P = p.scale * tiles.mask_scores(document, row >= column, P)
 
   def respond(j, nothing):
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
-    do = take(do_ref.at[:, at], both(tokens, values))
-    give(dread_ref.at[:, at], fine.outer(P, do), both(tokens, values))
+    do = load(do_ref.at[:, at], tile_mask(tokens, values))
+    store(dread_ref.at[:, at], fine.outer(P, do), tile_mask(tokens, values))
     return nothing
 
-  over(p.NV, respond, jnp.int32(0))
+  loop_tiles(p.NV, respond, jnp.int32(0))
 
 
-def errors(
-  p: Plan, q, k, v, do, beta, g, runs, edges, kept
+def recompute(
+  p: MatrixPlan, q, k, v, do, beta, g, document, edges, chunk_states
 ) -> tuple[Array, Array, Array, list[Array]]:
-  """G, E and P^T do; and k and q as they read from a state, and k as it writes to one."""
-  p = p.cut(TILES, "errors")
-  tall = "v", v.shape, f32
+  """Returns G, E and scale P^T do; then k and q as they read a state, and k as it writes to one."""
+  p = p.cut(TILES, "recompute")
+  values = "v", v.shape, f32
   results = [
-    ("pairs", (p.B, p.HV, p.N, p.C, p.C), f32),
-    tall,
-    tall,
-    *decayed_results(p, p.kept, p.kept, f32),
+    ("scores", (p.B, p.HV, p.N, p.C, p.C), f32),
+    values,
+    values,
+    *decayed_results(p, p.state_dtype, p.state_dtype, f32),
   ]
-  kinds = "q", "q", "v", "v", "head", p.gate, "runs", "edges", "kept"
-  solved, found, dread, *decayed = start(
-    _errors_kernel,
+  kinds = "q", "q", "v", "v", "head", p.gate, "document", "edges", "chunk_states"
+  triangle, found, dread, *decayed = launch_plan(
+    _recompute_kernel,
     p,
-    AXES["errors"],
-    "delta_errors",
+    AXES["recompute"],
+    "delta_recompute",
     kinds,
-    (q, k, v, do, beta, g, runs, edges, kept),
+    (q, k, v, do, beta, g, document, edges, chunk_states),
     results,
   )
-  return solved, found, dread, decayed or [k, q, k]
+  return triangle, found, dread, decayed or [k, q, k]
 
 
-# --- carry_back: cotangents from chunk to chunk -----------------------------------------------------------------------
+# --- carry_back: cotangents from chunk to chunk ---------------------------------------------------
 
 
-def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: bool):
-  """dS = total dS + scale (head q)^T do - (head k)^T dv, in reverse, keeping dX, and dS after each chunk.
+def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan, summary: bool):
+  """dS = total dS + scale (from_start q)^T do - (from_start k)^T dv, chunk by chunk in reverse.
 
-  Or the summary of each segment of time: dS at its start where there is none at its end.
+  Stores dS after each chunk, dX and dv. With `summary` it starts from zeros and gives dS at the
+  split's start alone.
   """
   (
     k_ref,
@@ -161,9 +170,9 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
     dread_ref,
     beta_ref,
     g_ref,
-    runs_ref,
+    document_ref,
     edges_ref,
-    solved_ref,
+    triangle_ref,
     dlast_ref,
   ) = inputs
   *given, dstate_ref = outputs
@@ -176,44 +185,47 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
     n = chunk_of(p, place.n, m, reverse=True)
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
     if given:
-      give_state(given[0], dS, parts, values, n)
-    runs = runs_of(p, runs_ref, edges_ref, n, at)
-    head, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.tail_per_head)
-    beta = take(beta_ref.at[at], tokens).astype(f32)[:, None]
-    dW = take(dread_ref.at[at, :], both(tokens, values))
-    k, rounded = (
-      take_parts(writer_ref, at, tokens, parts),
-      [x.astype(p.kept) for x in dS],
-    )  # in every token alike
-    dW += tiles.to_end(runs, tail * read_state(fine, k, rounded))
-    dX = dW - fine.outer(take(solved_ref.at[n], None), beta * dW)
+      store_state(given[0], dS, parts, values, n)
+    document = document_of(p, document_ref, edges_ref, n, at)
+    from_start, to_end = decays(
+      p, g_ref, at, tokens, tiles.from_start_per_head, tiles.to_end_per_head
+    )
+    beta = load(beta_ref.at[at], tokens).astype(f32)[:, None]
+    dW = load(dread_ref.at[at, :], tile_mask(tokens, values))
+    # dS is rounded as it is stored, so the error is the same for every token of the chunk.
+    k, rounded = load_parts(writer_ref, at, tokens, parts), [x.astype(p.state_dtype) for x in dS]
+    dW += tiles.mask_to_end(document, to_end * read_state(fine, k, rounded))
+    dX = dW - fine.outer(load(triangle_ref.at[n], None), beta * dW)
     for ref, x in zip(given[1:], (dX, beta * dX), strict=False):
-      give(ref.at[at, :], x, both(tokens, values))
-    do = take(do_ref.at[at, :], both(tokens, values)).astype(f32)
-    do, dv = tiles.from_start(runs, p.scale * head * do), tiles.from_start(runs, head * beta * dX)
+      store(ref.at[at, :], x, tile_mask(tokens, values))
+    do = load(do_ref.at[at, :], tile_mask(tokens, values)).astype(f32)
+    do = tiles.mask_from_start(document, p.scale * from_start * do)
+    dv = tiles.mask_from_start(document, from_start * beta * dX)
 
     def update(x, part):
-      q, k = (take(ref.at[at, part[0]], both(tokens, part[1])) for ref in (q_ref, k_ref))
-      total = tiles.throughout(runs, total_decay(p, g_ref, at, tokens, part))
-      return total * x + product.outer(q, do) - fine.outer(k, dv)
+      q, k = (load(ref.at[at, part[0]], tile_mask(tokens, part[1])) for ref in (q_ref, k_ref))
+      total = total_decay(p, g_ref, at, tokens, part)
+      return tiles.mask_total(document, total * x) + product.outer(q, do) - fine.outer(k, dv)
 
     return [update(x, part) for x, part in zip(dS, parts, strict=True)]
 
   dS = (
     [jnp.zeros((p.k_tile, p.v_tile), f32) for _ in parts]
     if summary
-    else take_state(dlast_ref, parts, values)
+    else load_state(dlast_ref, parts, values)
   )
-  give_state(dstate_ref, lax.fori_loop(0, p.span, chunk, dS), parts, values)
+  store_state(dstate_ref, lax.fori_loop(0, p.span, chunk, dS), parts, values)
 
 
 def carry_back(
-  p: Plan, k, q, writer, do, dread, beta, g, runs, edges, solved, dlast, matrices
+  p: MatrixPlan, k, q, writer, do, dread, beta, g, document, edges, triangle, dlast, transitions
 ) -> Sequence[Array]:
-  """dS after each chunk, dX, dv, and dS before the first token; `matrices` are the segments', of `attend`."""
-  kinds = *(p.reader,) * 3, "v", "v", "head", p.gate, "runs", "edges", "pairs"
-  inputs = k, q, writer, do, dread, beta, g, runs, edges, solved
-  return segments.carried_back(
+  """Returns dS after each chunk, dX, dv, and dS before the first token; `transitions` are the
+  splits', of `scan_chunks`.
+  """
+  kinds = *(p.reader,) * 3, "v", "v", "head", p.gate, "document", "edges", "scores"
+  inputs = k, q, writer, do, dread, beta, g, document, edges, triangle
+  return time_splits.carried_back(
     _carry_back_kernel,
     p,
     TILES,
@@ -223,154 +235,188 @@ def carry_back(
     kinds,
     inputs,
     dlast,
-    matrices,
+    transitions,
     [("v", do.shape, f32), ("v", do.shape, do.dtype)],
   )
 
 
-# --- scores: cotangents of pairs of tokens ---------------------------------------------------------------------------
+# --- scores_back: cotangents of the scores --------------------------------------------------------
 
 
-def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """dP = scale do W^T, dM = -dv W^T, both of one document, below the diagonal (dP on it too), and dbeta = dX . E.
+def _scores_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
+  """dP = scale do W^T on and below the diagonal, dM = -dv W^T below it, both within documents; and
+  dbeta = dX . E.
 
-  One decay a head between the two tokens is in them already.
+  A decay per head between the two tokens is already multiplied in.
   """
-  do_ref, errors_ref, dx_ref, beta_ref, g_ref, runs_ref, edges_ref = inputs
+  do_ref, corrections_ref, dx_ref, beta_ref, g_ref, document_ref, edges_ref = inputs
   fine = tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["scores"])[0](pl.program_id(0))
-  tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
+  tokens = p.tokens(place.n)
+  document = document_of(p, document_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
-  beta = take(beta_ref, tokens).astype(f32)[:, None]
+  beta = load(beta_ref, tokens).astype(f32)[:, None]
 
   def tile(j, sums):
     dP, dM, dbeta = sums
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
-    do, E, dX = (take(ref.at[:, at], both(tokens, values)) for ref in (do_ref, errors_ref, dx_ref))
+    do, E, dX = (
+      load(ref.at[:, at], tile_mask(tokens, values)) for ref in (do_ref, corrections_ref, dx_ref)
+    )
     W = beta * E
     return dP + fine.inner(do, W), dM - fine.inner(beta * dX, W), dbeta + jnp.sum(dX * E, axis=1)
 
   square = jnp.zeros((p.C, p.C), f32)
-  dP, dM, dbeta = over(p.NV, tile, (square, square, jnp.zeros(p.C, f32)))
+  dP, dM, dbeta = loop_tiles(p.NV, tile, (square, square, jnp.zeros(p.C, f32)))
   between = p.scale
   if p.gate == "head":
-    decay = tiles.between_per_head(take(g_ref, tokens).astype(f32))
+    decay = tiles.between_per_head(load(g_ref, tokens).astype(f32))
     dM, between = dM * decay, p.scale * decay
-  give(outputs[0], between * tiles.pairs(runs, row >= column, dP), None)
-  give(outputs[1], tiles.pairs(runs, row > column, dM), None)
-  give(outputs[2], dbeta, tokens)
+  store(outputs[0], between * tiles.mask_scores(document, row >= column, dP), None)
+  store(outputs[1], tiles.mask_scores(document, row > column, dM), None)
+  store(outputs[2], dbeta, tokens)
 
 
-def scores_back(p: Plan, do, errors, dx, beta, g, runs, edges) -> Sequence[Array]:
+def scores_back(p: MatrixPlan, do, corrections, dx, beta, g, document, edges) -> Sequence[Array]:
   p = p.cut(TILES, "scores")
-  square = "pairs", (p.B, p.HV, p.N, p.C, p.C), f32
+  square = "scores", (p.B, p.HV, p.N, p.C, p.C), f32
   kinds, results = (
-    ("v", "v", "v", "head", "head", "runs", "edges"),
+    ("v", "v", "v", "head", "head", "document", "edges"),
     [square, square, ("head", (p.B, p.T, p.HV), f32)],
   )
-  inputs = do, errors, dx, beta, g if p.gate == "head" else None, runs, edges
-  return start(_scores_kernel, p, AXES["scores"], "delta_scores", kinds, inputs, results)
+  inputs = do, corrections, dx, beta, g if p.gate == "head" else None, document, edges
+  return launch_plan(_scores_kernel, p, AXES["scores"], "delta_scores", kinds, inputs, results)
 
 
-# --- pairs: dq, dk and dg --------------------------------------------------------------------------------------------
+# --- key_gradients: dq, dk and dg -----------------------------------------------------------------
 
 
-def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """dq, dk and dg of one tile of K: as in the additive family, with a second reader of scores and state.
+def _key_gradients_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
+  """dq, dk and dg of one tile of K, as in the additive family, with two readers of scores and
+  state.
 
-  q reads with the cotangent do, k with -dv, and both read what the keys k have written. Of dg's sums see there.
+  q reads with the cotangent do, k with -dv. Both read what the keys k have written.
   """
   (
     q_ref,
     k_ref,
     do_ref,
-    errors_ref,
+    corrections_ref,
     dx_ref,
     beta_ref,
     g_ref,
-    runs_ref,
+    document_ref,
     edges_ref,
     dp_ref,
     dm_ref,
-    kept_ref,
-    dkept_ref,
+    chunk_states_ref,
+    dchunk_states_ref,
   ) = inputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
-  place = places(p, AXES["pairs"])[0](pl.program_id(0))
+  place = places(p, AXES["key_gradients"])[0](pl.program_id(0))
   tokens, keys = p.tokens(place.n), p.keys(place.i)
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
-  beta = take(beta_ref, tokens).astype(f32)[:, None]
+  beta = load(beta_ref, tokens).astype(f32)[:, None]
 
   def tile(j, sums):
     dq, dreader, writes, total = sums
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
-    do, E, dX = (take(ref.at[:, at], both(tokens, values)) for ref in (do_ref, errors_ref, dx_ref))
+    do, E, dX = (
+      load(ref.at[:, at], tile_mask(tokens, values)) for ref in (do_ref, corrections_ref, dx_ref)
+    )
     S, dS = (
-      take(kept_ref.at[:, at], both(keys, values)),
-      take(dkept_ref.at[:, at], both(keys, values)),
+      load(chunk_states_ref.at[:, at], tile_mask(keys, values)),
+      load(dchunk_states_ref.at[:, at], tile_mask(keys, values)),
     )
     dq, dreader = dq + product.inner(do, S), dreader - product.inner(beta * dX, S)
     writes += product.inner(beta * E, dS)
     return dq, dreader, writes, total + jnp.sum(S.astype(f32) * dS.astype(f32), axis=1)
 
-  tall = jnp.zeros((p.C, p.k_tile), f32)
-  dq, dreader, writes, total = over(p.NV, tile, (tall, tall, tall, jnp.zeros(p.k_tile, f32)))
-  runs = runs_of(p, runs_ref, edges_ref, place.n, slice(None))
-  dq, dreader = tiles.from_start(runs, p.scale * dq), tiles.from_start(runs, dreader)
-  writes, g = tiles.to_end(runs, writes), None
-  q, k = take(q_ref, both(tokens, keys)), take(k_ref, both(tokens, keys))
-  dP, dM = take(dp_ref, None), take(dm_ref, None)
+  zeros = jnp.zeros((p.C, p.k_tile), f32)
+  dq, dreader, writes, total = loop_tiles(
+    p.NV, tile, (zeros, zeros, zeros, jnp.zeros(p.k_tile, f32))
+  )
+  document = document_of(p, document_ref, edges_ref, place.n, slice(None))
+  dq, dreader = (
+    tiles.mask_from_start(document, p.scale * dq),
+    tiles.mask_from_start(document, dreader),
+  )
+  writes, g = tiles.mask_to_end(document, writes), None
+  q, k = load(q_ref, tile_mask(tokens, keys)), load(k_ref, tile_mask(tokens, keys))
+  dP, dM = load(dp_ref, None), load(dm_ref, None)
   own = jnp.sum(jnp.where(row == column, dP, 0.0), axis=1)[:, None]
   if p.gate == "channel":
-    g = take(g_ref, both(tokens, keys)).astype(f32)
-    q, k, by_q, by_k, dk = q.astype(f32), k.astype(f32), tall, tall, tall
+    g = load(g_ref, tile_mask(tokens, keys)).astype(f32)
+    q, k, by_q, by_k, dk = q.astype(f32), k.astype(f32), zeros, zeros, zeros
     for h, upto, after in tiles.halves(g):
       if h == p.C:
         dq, dreader, writes = by_q + dq * upto, by_k + dreader * upto, writes * after
       else:
-        keep = tiles.pairs_of_halves(p.C, h)
+        keep = tiles.crosses_halves(p.C, h)
         corner, other = jnp.where(keep, dP, 0.0), jnp.where(keep, dM, 0.0)
         by_q += fine(corner, k * after) * upto
         by_k += fine(other, k * after) * upto
         dk += (fine.outer(corner, q * upto) + fine.outer(other, k * upto)) * after
   else:
     if p.gate == "head":
-      g = take(g_ref, tokens).astype(f32)
-      head = tiles.head_per_head(g)[:, None]
-      dq, dreader, writes = dq * head, dreader * head, writes * tiles.tail_per_head(g)[:, None]
+      g = load(g_ref, tokens).astype(f32)
+      from_start = tiles.from_start_per_head(g)[:, None]
+      dq, dreader = dq * from_start, dreader * from_start
+      writes = writes * tiles.to_end_per_head(g)[:, None]
     dP = jnp.where(row == column, 0.0, dP)
     dq, dreader, dk = dq + fine(dP, k), dreader + fine(dM, k), fine.outer(dP, q) + fine.outer(dM, k)
 
   q, k = q.astype(f32), k.astype(f32)
   if g is not None:
-    difference, after = q * dq + k * (dreader - dk), k * writes
-    if p.gate == "channel":
-      total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
-      dg = (
-        tiles.sums(row <= column, difference, fine)
-        + tiles.sums(row > column, after, fine)
-        + total[None, :]
-      )
-      give(outputs[2], jnp.where(jnp.exp(g) > 0, dg, 0.0), both(tokens, keys))
-    else:
-      total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))
-      terms = jnp.where(
-        row >= column, jnp.sum(difference, axis=1)[:, None], jnp.sum(after, axis=1)[:, None]
-      )
-      give(outputs[2], jnp.where(jnp.exp(g) > 0, jnp.sum(terms, axis=0) + total, 0.0), tokens)
-  give(outputs[0], dq + own * k, both(tokens, keys))
-  give(outputs[1], dreader + dk + writes + own * q, both(tokens, keys))
+    late, after = q * dq + k * (dreader - dk), k * writes
+    dg = tiles.gate_cotangent(g, document, late, None, after, total, fine)
+    store(outputs[2], dg, tile_mask(tokens, keys) if p.gate == "channel" else tokens)
+  store(outputs[0], dq + own * k, tile_mask(tokens, keys))
+  store(outputs[1], dreader + dk + writes + own * q, tile_mask(tokens, keys))
 
 
-def pairs(
-  p: Plan, q, k, do, errors, dx, beta, g, runs, edges, dp, dm, kept, dkept
+def key_gradients(
+  p: MatrixPlan,
+  q,
+  k,
+  do,
+  corrections,
+  dx,
+  beta,
+  g,
+  document,
+  edges,
+  dp,
+  dm,
+  chunk_states,
+  dchunk_states,
 ) -> tuple[Array, Array, Array | None]:
   narrow = p.K <= NARROW and p.gate == "channel" and p.dtype == jnp.bfloat16
-  p = p.cut(TILES, "pairs_narrow" if narrow else "pairs")
-  kinds = "q", "q", "v", "v", "v", "head", p.gate, "runs", "edges", "pairs", "pairs", "kept", "kept"
-  inputs = q, k, do, errors, dx, beta, g, runs, edges, dp, dm, kept, dkept
-  found = start(
-    _pairs_kernel, p, AXES["pairs"], "delta_pairs", kinds, inputs, key_cotangents(p, q, k)
+  p = p.cut(TILES, "key_gradients_narrow" if narrow else "key_gradients")
+  kinds = (
+    "q",
+    "q",
+    "v",
+    "v",
+    "v",
+    "head",
+    p.gate,
+    "document",
+    "edges",
+    "scores",
+    "scores",
+    "chunk_states",
+    "chunk_states",
   )
-  (dq, dk), dg = gathered(p, found, 2)
+  inputs = q, k, do, corrections, dx, beta, g, document, edges, dp, dm, chunk_states, dchunk_states
+  found = launch_plan(
+    _key_gradients_kernel,
+    p,
+    AXES["key_gradients"],
+    "delta_key_gradients",
+    kinds,
+    inputs,
+    key_cotangents(p, q, k),
+  )
+  (dq, dk), dg = sum_over_groups(p, found, 2)
   return dq, dk, dg

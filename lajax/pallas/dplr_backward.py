@@ -1,4 +1,6 @@
-"""Backward kernels of diagonal plus low rank: what tokens read, cotangents from chunk to chunk, and of pairs."""
+"""Backward kernels of diagonal plus low rank: reads again, cotangents from chunk to chunk, then
+those of scores and keys.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,40 +9,40 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lajax.pallas import segments, tiles
+from lajax.pallas import tiles, time_splits
 from lajax.pallas.dplr_forward import WIDE, Reader, scores
 from lajax.pallas.plan import (
   Axes,
-  Plan,
+  MatrixPlan,
   Tiles,
   chunk_of,
   decayed_results,
-  gathered,
+  document_of,
   key_cotangents,
-  over,
+  launch_plan,
+  loop_tiles,
   places,
-  runs_of,
-  start,
+  sum_over_groups,
 )
 from lajax.pallas.state_tiles import (
   decays,
-  give_state,
+  load_parts,
+  load_state,
   parts_of,
   read_state,
-  take_parts,
-  take_state,
+  store_state,
   total_decay,
 )
-from lajax.pallas.tiles import Products, both, give, iota, take
+from lajax.pallas.tiles import Products, iota, load, store, tile_mask
 
 f32 = jnp.float32
 TILES = {  # without spills on every architecture that lajax.pallas.report compiles for
-  ("errors", False, False): Tiles(64, 16, 8, 1),
-  ("errors", True, False): Tiles(16, 16, 4, 1),
-  ("errors", False, True): Tiles(32, 32, 8, 1),
-  ("errors", True, True): Tiles(32, 32, 4, 1),
-  ("errors_wide", False, False): Tiles(16, 16, 8, 1),
-  ("errors_wide", True, False): Tiles(16, 16, 4, 1),
+  ("recompute", False, False): Tiles(64, 16, 8, 1),
+  ("recompute", True, False): Tiles(16, 16, 4, 1),
+  ("recompute", False, True): Tiles(32, 32, 8, 1),
+  ("recompute", True, True): Tiles(32, 32, 4, 1),
+  ("recompute_wide", False, False): Tiles(16, 16, 8, 1),
+  ("recompute_wide", True, False): Tiles(16, 16, 4, 1),
   ("summaries_back", False, False): Tiles(64, 32, 4, 2),
   ("carry_back", False, False): Tiles(64, 32, 4, 2),
   ("carry_back_wide", False, False): Tiles(128, 16, 4, 1),
@@ -57,104 +59,131 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("scores", True, True): Tiles(32, 32, 4, 1),
   ("scores_wide", False, False): Tiles(16, 32, 8, 1),
   ("scores_wide", True, False): Tiles(32, 32, 4, 1),
-  ("pairs", False, False): Tiles(16, 16, 8, 1),
-  ("pairs", True, False): Tiles(16, 32, 8, 1),
-  ("pairs", False, True): Tiles(16, 32, 8, 1),
-  ("pairs", True, True): Tiles(32, 32, 4, 1),
+  ("key_gradients", False, False): Tiles(16, 16, 8, 1),
+  ("key_gradients", True, False): Tiles(16, 32, 8, 1),
+  ("key_gradients", False, True): Tiles(16, 32, 8, 1),
+  ("key_gradients", True, True): Tiles(32, 32, 4, 1),
 }
 AXES = {
-  "errors": Axes(True, False, False),
+  "recompute": Axes(True, False, False),
   "carry_back": Axes(False, False, True),
   "scores": Axes(True, False, False),
-  "pairs": Axes(True, True, False),
+  "key_gradients": Axes(True, True, False),
 }
 
 
-# --- errors: what each token read ------------------------------------------------------------------------------------
+# --- recompute: what each token read --------------------------------------------------------------
 
 
-def _errors_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
+def _recompute_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
   """G, N_ak and scale P_k of a chunk, W = X - G X, and scale P_b^T do."""
-  q_ref, a_ref, b_ref, k_ref, v_ref, do_ref, g_ref, runs_ref, edges_ref, kept_ref = inputs
-  solved_ref, fresh_ref, later_ref, read_ref, dread_ref, *decayed_refs = outputs
+  q_ref, a_ref, b_ref, k_ref, v_ref, do_ref, g_ref, document_ref, edges_ref, chunk_states_ref = (
+    inputs
+  )
+  triangle_ref, ak_scores_ref, qk_scores_ref, read_ref, dread_ref, *decayed_refs = outputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
   full = tiles.full_products(interpreted)
-  place = places(p, AXES["errors"])[0](pl.program_id(0))
-  tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
+  place = places(p, AXES["recompute"])[0](pl.program_id(0))
+  tokens = p.tokens(place.n)
+  document = document_of(p, document_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
-  together = (
-    p.gate == "channel"
-  )  # where decays are what is dear; else one after the other, which takes fewer registers
+  # With decays per channel both keys are scored at once: making decays is what costs. Else one
+  # after the other, which takes fewer registers.
+  at_once = p.gate == "channel"
 
-  def scores_of(reader: Reader, keep, refs) -> Iterator[Array]:
-    groups = [[b_ref, k_ref]] if together else [[b_ref], [k_ref]]
+  def scores_with(reader: Reader, keep, refs) -> Iterator[Array]:
+    groups = [[b_ref, k_ref]] if at_once else [[b_ref], [k_ref]]
     for keys in groups:
       yield from (
-        tiles.pairs(runs, keep, x) for x in scores(p, fine, tokens, [reader], keys, g_ref, refs)
+        tiles.mask_scores(document, keep, x)
+        for x in scores(p, fine, tokens, [reader], keys, g_ref, refs)
       )
 
-  found = scores_of(Reader(a_ref, True), row > column, decayed_refs[:3])
-  G = tiles.solve(-next(found), jnp.ones(p.C, f32), fine)
-  give(solved_ref, G, None)
+  found = scores_with(Reader(a_ref, True), row > column, decayed_refs[:3])
+  G = tiles.solve_triangle(-next(found), jnp.ones(p.C, f32), fine)
+  store(triangle_ref, G, None)
   N_ak = next(found)
-  give(fresh_ref, N_ak, None)
+  store(ak_scores_ref, N_ak, None)
 
   def correct(j, nothing):
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
 
     def tile(i, sums):
       rows, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
-      a = take(a_ref.at[:, rows], both(tokens, keys))
+      a = load(a_ref.at[:, rows], tile_mask(tokens, keys))
       if p.gate == "channel":
-        g = take(g_ref.at[:, rows], both(tokens, keys)).astype(f32)
+        g = load(g_ref.at[:, rows], tile_mask(tokens, keys)).astype(f32)
         a = a.astype(f32) * tiles.before_per_channel(g, full)
-      return sums + product(a, take(kept_ref.at[rows, at], both(keys, values)))
+      return sums + product(a, load(chunk_states_ref.at[rows, at], tile_mask(keys, values)))
 
-    old = over(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32))
+    old = loop_tiles(p.NK, tile, jnp.zeros((p.C, p.v_tile), f32))
     if p.gate == "head":
-      old *= tiles.before_per_head(take(g_ref, tokens).astype(f32))[:, None]
-    X = fine(N_ak, take(v_ref.at[:, at], both(tokens, values))) + tiles.from_start(runs, old)
-    give(read_ref.at[:, at], X - fine(G, X), both(tokens, values))
+      old *= tiles.before_per_head(load(g_ref, tokens).astype(f32))[:, None]
+    X = fine(N_ak, load(v_ref.at[:, at], tile_mask(tokens, values))) + tiles.mask_from_start(
+      document, old
+    )
+    store(read_ref.at[:, at], X - fine(G, X), tile_mask(tokens, values))
     return nothing
 
-  over(p.NV, correct, jnp.int32(0))
-  found = scores_of(Reader(q_ref, False), row >= column, decayed_refs[3:])
+  loop_tiles(p.NV, correct, jnp.int32(0))
+  found = scores_with(Reader(q_ref, False), row >= column, decayed_refs[3:])
   P_b = p.scale * next(found)
 
   def respond(j, nothing):
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
-    do = take(do_ref.at[:, at], both(tokens, values))
-    give(dread_ref.at[:, at], fine.outer(P_b, do), both(tokens, values))
+    do = load(do_ref.at[:, at], tile_mask(tokens, values))
+    store(dread_ref.at[:, at], fine.outer(P_b, do), tile_mask(tokens, values))
     return nothing
 
-  over(p.NV, respond, jnp.int32(0))
-  give(later_ref, p.scale * next(found), None)
+  loop_tiles(p.NV, respond, jnp.int32(0))
+  store(qk_scores_ref, p.scale * next(found), None)
 
 
-def errors(
-  p: Plan, q, a, b, k, v, do, g, runs, edges, kept
+def recompute(
+  p: MatrixPlan, q, a, b, k, v, do, g, document, edges, chunk_states
 ) -> tuple[list[Array], Array, Array, list[Array]]:
-  """G, N_ak and scale P_k; W; scale P_b^T do; and a as it reads from a state, b and k as they write to one, q as it reads."""
-  p = p.cut(TILES, "errors_wide" if p.K > WIDE else "errors")
-  square, tall = ("pairs", (p.B, p.HV, p.N, p.C, p.C), f32), ("v", v.shape, f32)
-  results = [square, square, square, tall, tall, *decayed_results(p, p.kept, f32, f32, p.kept)]
-  kinds = *("q",) * 4, "v", "v", p.gate, "runs", "edges", "kept"
-  inputs = q, a, b, k, v, do, g, runs, edges, kept
-  solved, fresh, later, found, dread, *decayed = start(
-    _errors_kernel, p, AXES["errors"], "dplr_errors", kinds, inputs, results
-  )
-  return [solved, fresh, later], found, dread, decayed or [a, b, k, q]
-
-
-# --- carry_back: cotangents from chunk to chunk -----------------------------------------------------------------------
-
-
-def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: bool):
-  """dS = total dS + scale (head q)^T do + (before a)^T dX, in reverse, keeping dX, and dS after each chunk.
-
-  Or the summary of each segment of time: dS at its start where there is none at its end.
+  """Returns [G, N_ak, scale P_k], W and scale P_b^T do; then a as it reads a state, b and k as they
+  write, q as it reads.
   """
-  a_ref, q_ref, b_ref, do_ref, dread_ref, g_ref, runs_ref, edges_ref, solved_ref, dlast_ref = inputs
+  p = p.cut(TILES, "recompute_wide" if p.K > WIDE else "recompute")
+  square, values = ("scores", (p.B, p.HV, p.N, p.C, p.C), f32), ("v", v.shape, f32)
+  results = [
+    square,
+    square,
+    square,
+    values,
+    values,
+    *decayed_results(p, p.state_dtype, f32, f32, p.state_dtype),
+  ]
+  kinds = *("q",) * 4, "v", "v", p.gate, "document", "edges", "chunk_states"
+  inputs = q, a, b, k, v, do, g, document, edges, chunk_states
+  triangle, ak_scores, qk_scores, reads, dread, *decayed = launch_plan(
+    _recompute_kernel, p, AXES["recompute"], "dplr_recompute", kinds, inputs, results
+  )
+  return [triangle, ak_scores, qk_scores], reads, dread, decayed or [a, b, k, q]
+
+
+# --- carry_back: cotangents from chunk to chunk ---------------------------------------------------
+
+
+def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan, summary: bool):
+  """dS = total dS + scale (from_start q)^T do + (before a)^T dX, chunk by chunk in reverse.
+
+  Stores dS after each chunk, and dX. With `summary` it starts from zeros and gives dS at the
+  split's start alone.
+  """
+  (
+    a_ref,
+    q_ref,
+    b_ref,
+    do_ref,
+    dread_ref,
+    g_ref,
+    document_ref,
+    edges_ref,
+    triangle_ref,
+    dlast_ref,
+  ) = inputs
   *given, dstate_ref = outputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
   parts = parts_of(p)
@@ -164,46 +193,49 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: Plan, summary: 
   def chunk(m, dS):
     n = chunk_of(p, place.n, m, reverse=True)
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
-    mask = both(tokens, values)
+    mask = tile_mask(tokens, values)
     if given:
-      give_state(given[0], dS, parts, values, n)
-    runs = runs_of(p, runs_ref, edges_ref, n, at)
-    head, before, tail = decays(
-      p, g_ref, at, tokens, tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head
+      store_state(given[0], dS, parts, values, n)
+    document = document_of(p, document_ref, edges_ref, n, at)
+    from_start, before, to_end = decays(
+      p, g_ref, at, tokens, tiles.from_start_per_head, tiles.before_per_head, tiles.to_end_per_head
     )
-    b, rounded = (
-      take_parts(b_ref, at, tokens, parts),
-      [x.astype(p.kept) for x in dS],
-    )  # in every token alike
-    dW = take(dread_ref.at[at, :], mask) + tiles.to_end(runs, tail * read_state(fine, b, rounded))
-    dX = dW - fine.outer(take(solved_ref.at[n], None), dW)
+    # dS is rounded as it is stored, so the error is the same for every token of the chunk.
+    b, rounded = load_parts(b_ref, at, tokens, parts), [x.astype(p.state_dtype) for x in dS]
+    dW = load(dread_ref.at[at, :], mask)
+    dW = dW + tiles.mask_to_end(document, to_end * read_state(fine, b, rounded))
+    dX = dW - fine.outer(load(triangle_ref.at[n], None), dW)
     if given:
-      give(given[1].at[at, :], dX, mask)
-    do = tiles.from_start(runs, p.scale * head * take(do_ref.at[at, :], mask).astype(f32))
-    dX = tiles.from_start(runs, before * dX)
+      store(given[1].at[at, :], dX, mask)
+    do = tiles.mask_from_start(
+      document, p.scale * from_start * load(do_ref.at[at, :], mask).astype(f32)
+    )
+    dX = tiles.mask_from_start(document, before * dX)
 
     def update(x, part):
-      q, a = (take(ref.at[at, part[0]], both(tokens, part[1])) for ref in (q_ref, a_ref))
-      total = tiles.throughout(runs, total_decay(p, g_ref, at, tokens, part))
-      return total * x + product.outer(q, do) + fine.outer(a, dX)
+      q, a = (load(ref.at[at, part[0]], tile_mask(tokens, part[1])) for ref in (q_ref, a_ref))
+      total = total_decay(p, g_ref, at, tokens, part)
+      return tiles.mask_total(document, total * x) + product.outer(q, do) + fine.outer(a, dX)
 
     return [update(x, part) for x, part in zip(dS, parts, strict=True)]
 
   dS = (
     [jnp.zeros((p.k_tile, p.v_tile), f32) for _ in parts]
     if summary
-    else take_state(dlast_ref, parts, values)
+    else load_state(dlast_ref, parts, values)
   )
-  give_state(dstate_ref, lax.fori_loop(0, p.span, chunk, dS), parts, values)
+  store_state(dstate_ref, lax.fori_loop(0, p.span, chunk, dS), parts, values)
 
 
 def carry_back(
-  p: Plan, a, q, b, do, dread, g, runs, edges, solved, dlast, matrices
+  p: MatrixPlan, a, q, b, do, dread, g, document, edges, triangle, dlast, transitions
 ) -> Sequence[Array]:
-  """dS after each chunk, dX, and dS before the first token; `matrices` are the segments', of `attend`."""
-  kinds = *(p.reader,) * 3, "v", "v", p.gate, "runs", "edges", "pairs"
-  inputs = a, q, b, do, dread, g, runs, edges, solved
-  return segments.carried_back(
+  """Returns dS after each chunk, dX, and dS before the first token; `transitions` are the splits',
+  of `scan_chunks`.
+  """
+  kinds = *(p.reader,) * 3, "v", "v", p.gate, "document", "edges", "scores"
+  inputs = a, q, b, do, dread, g, document, edges, triangle
+  return time_splits.carried_back(
     _carry_back_kernel,
     p,
     TILES,
@@ -213,18 +245,20 @@ def carry_back(
     kinds,
     inputs,
     dlast,
-    matrices,
+    transitions,
     [("v", do.shape, f32)],
   )
 
 
-# --- scores: cotangents of pairs of tokens, and of v -----------------------------------------------------------------
+# --- scores_back: cotangents of the scores, and of v ----------------------------------------------
 
 
-def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """dP = scale do W^T and scale do v^T, dN = dX W^T and dX v^T; dv = scale P_k^T do + N_ak^T dX + (tail k) dS.
+def _scores_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
+  """dP = scale do W^T and scale do v^T, dN = dX W^T and dX v^T; dv = scale P_k^T do + N_ak^T dX +
+  (to_end k) dS.
 
-  Of pairs of one document, below the diagonal (dP on it too); one decay a head between the two is in them already.
+  dP is on and below the diagonal, dN below it, both within documents. A decay per head between
+  the two tokens is already multiplied in.
   """
   (
     k_ref,
@@ -233,197 +267,263 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     read_ref,
     dx_ref,
     g_ref,
-    runs_ref,
+    document_ref,
     edges_ref,
-    fresh_ref,
-    later_ref,
-    dkept_ref,
+    ak_scores_ref,
+    qk_scores_ref,
+    dchunk_states_ref,
   ) = inputs
   squares_ref, dv_ref = outputs
   fine = tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["scores"])[0](pl.program_id(0))
-  tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
+  tokens = p.tokens(place.n)
+  document = document_of(p, document_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
-  g = take(g_ref, tokens).astype(f32) if p.gate == "head" else None
+  g = load(g_ref, tokens).astype(f32) if p.gate == "head" else None
 
   def tile(j, sums):
-    at, mask = pl.ds(j * p.v_tile, p.v_tile), both(tokens, p.values(j))
-    v, do, W, dX = (take(ref.at[:, at], mask) for ref in (v_ref, do_ref, read_ref, dx_ref))
-    pairs = (do, W), (do, v), (dX, W), (dX, v)
-    return [sum + fine.inner(x, y) for sum, (x, y) in zip(sums, pairs, strict=True)]
+    at, mask = pl.ds(j * p.v_tile, p.v_tile), tile_mask(tokens, p.values(j))
+    v, do, W, dX = (load(ref.at[:, at], mask) for ref in (v_ref, do_ref, read_ref, dx_ref))
+    factors = (do, W), (do, v), (dX, W), (dX, v)
+    return [score + fine.inner(x, y) for score, (x, y) in zip(sums, factors, strict=True)]
 
-  found = over(p.NV, tile, [jnp.zeros((p.C, p.C), f32)] * 4)
+  found = loop_tiles(p.NV, tile, [jnp.zeros((p.C, p.C), f32)] * 4)
   late, early = (
     (p.scale, 1.0)
     if g is None
     else (p.scale * tiles.between_per_head(g), tiles.between_before_per_head(g))
   )
   for n, x in enumerate(found):
-    kept = (
-      tiles.pairs(runs, row >= column, late * x)
+    score = (
+      tiles.mask_scores(document, row >= column, late * x)
       if n < 2
-      else tiles.pairs(runs, row > column, early * x)
+      else tiles.mask_scores(document, row > column, early * x)
     )
-    give(squares_ref.at[jnp.int32(n)], kept, None)
+    store(squares_ref.at[jnp.int32(n)], score, None)
 
   def values(j, nothing):
     at, keep = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
 
-    def written(i, sum):
+    def written(i, dv):
       rows, keys = pl.ds(i * p.k_tile, p.k_tile), p.keys(i)
-      return sum + fine(
-        take(k_ref.at[:, rows], both(tokens, keys)), take(dkept_ref.at[rows, at], both(keys, keep))
+      return dv + fine(
+        load(k_ref.at[:, rows], tile_mask(tokens, keys)),
+        load(dchunk_states_ref.at[rows, at], tile_mask(keys, keep)),
       )
 
-    dv = over(p.NK, written, jnp.zeros((p.C, p.v_tile), f32))
-    dv = tiles.to_end(runs, dv if g is None else dv * tiles.tail_per_head(g)[:, None])
-    do, dX = (take(ref.at[:, at], both(tokens, keep)) for ref in (do_ref, dx_ref))
-    dv += fine.outer(take(fresh_ref, None), dX) + fine.outer(take(later_ref, None), do)
-    give(dv_ref.at[:, at], dv, both(tokens, keep))
+    dv = loop_tiles(p.NK, written, jnp.zeros((p.C, p.v_tile), f32))
+    dv = tiles.mask_to_end(document, dv if g is None else dv * tiles.to_end_per_head(g)[:, None])
+    do, dX = (load(ref.at[:, at], tile_mask(tokens, keep)) for ref in (do_ref, dx_ref))
+    dv += fine.outer(load(ak_scores_ref, None), dX) + fine.outer(load(qk_scores_ref, None), do)
+    store(dv_ref.at[:, at], dv, tile_mask(tokens, keep))
     return nothing
 
-  over(p.NV, values, jnp.int32(0))
+  loop_tiles(p.NV, values, jnp.int32(0))
 
 
 def scores_back(
-  p: Plan, k, v, do, found, dx, g, runs, edges, fresh, later, dkept
+  p: MatrixPlan, k, v, do, reads, dx, g, document, edges, ak_scores, qk_scores, dchunk_states
 ) -> Sequence[Array]:
-  """dP_b, dP_k, dN_ab and dN_ak; and dv."""
+  """Returns dP_b, dP_k, dN_ab and dN_ak in one array, and dv."""
   p = p.cut(TILES, "scores_wide" if p.K > WIDE else "scores")
-  results = [("four pairs", (p.B, p.HV, p.N, 4, p.C, p.C), f32), ("v", v.shape, v.dtype)]
-  kinds = p.reader, *("v",) * 4, "head", "runs", "edges", "pairs", "pairs", "kept"
-  inputs = k, v, do, found, dx, g if p.gate == "head" else None, runs, edges, fresh, later, dkept
-  return start(_scores_kernel, p, AXES["scores"], "dplr_scores", kinds, inputs, results)
+  results = [("four scores", (p.B, p.HV, p.N, 4, p.C, p.C), f32), ("v", v.shape, v.dtype)]
+  kinds = p.reader, *("v",) * 4, "head", "document", "edges", "scores", "scores", "chunk_states"
+  inputs = (
+    k,
+    v,
+    do,
+    reads,
+    dx,
+    g if p.gate == "head" else None,
+    document,
+    edges,
+    ak_scores,
+    qk_scores,
+    dchunk_states,
+  )
+  return launch_plan(_scores_kernel, p, AXES["scores"], "dplr_scores", kinds, inputs, results)
 
 
-# --- pairs: dq, da, db, dk and dg ------------------------------------------------------------------------------------
+# --- key_gradients: dq, da, db, dk and dg ---------------------------------------------------------
 
 
 def _through(
-  fine: Products, squares_ref, load, keep, decays=None, first: int = 0, sums=()
+  fine: Products, squares_ref, load_keys, keep, factors=None, first: int = 0, sums=()
 ) -> tuple[Array, ...]:
-  """The cotangents of q, a, b and k from those of their scores, of which `keep` says whose, added to `sums`.
+  """Adds the cotangents of q, a, b and k from those of their scores to `sums`.
 
-  The four kinds of scores one after the other, from the first on, and what they are of loaded anew: so that few tiles are in
-  registers at a time.
+  Goes through the four kinds of scores one after the other and loads the keys anew for each, so
+  that few tiles are in registers at a time.
+
+  Args:
+    keep: late -> mask of the scores that count; `late` says whether the reader reads after its own
+      decay.
+    factors: decays of the readers after and before their own decay, and of the writers; None for
+      none.
+    first: the first kind of scores.
   """
 
   def one(m, sums):
     dq, da, db, dk = sums
     late, by_b = m < 2, (m & 1) == 0
-    x = jnp.where(keep(late), take(squares_ref.at[m], None), 0.0)
-    q, a, b, k = load()
-    reader, written, head, tail = jnp.where(late, q, a), jnp.where(by_b, b, k), 1.0, 1.0
-    if decays is not None:
-      head, tail = jnp.where(late, decays[0], decays[1]), decays[2]
-      reader, written = reader * head, written * tail
-    reads, writes = fine(x, written) * head, fine.outer(x, reader) * tail
+    x = jnp.where(keep(late), load(squares_ref.at[m], None), 0.0)
+    q, a, b, k = load_keys()
+    reader, written = jnp.where(late, q, a), jnp.where(by_b, b, k)
+    by_reader, by_writer = 1.0, 1.0
+    if factors is not None:
+      by_reader, by_writer = jnp.where(late, factors[0], factors[1]), factors[2]
+      reader, written = reader * by_reader, written * by_writer
+    reads, writes = fine(x, written) * by_reader, fine.outer(x, reader) * by_writer
     dq, da = dq + jnp.where(late, reads, 0.0), da + jnp.where(late, 0.0, reads)
     return dq, da, db + jnp.where(by_b, writes, 0.0), dk + jnp.where(by_b, 0.0, writes)
 
   return lax.fori_loop(first, 4, one, sums)
 
 
-def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """dq, da, db, dk and dg of one tile of K: as in the additive family, with two readers and two that are read.
+def _key_gradients_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
+  """dq, da, db, dk and dg of one tile of K, as in the additive family, with two readers and two
+  writers.
 
-  Between neighbours, of which the later one reads before its decay, stands none: they are apart, as a token with itself is.
+  There is no decay between a token and itself, nor between neighbours of which the later one reads
+  before its own decay. These scores have no part in dg: `own_b`, `own_k` and `near` add their
+  cotangents at the end.
   """
-  q_ref, a_ref, b_ref, k_ref, v_ref, do_ref, read_ref, dx_ref, g_ref, runs_ref, edges_ref, *refs = (
-    inputs
-  )
-  squares_ref, kept_ref, dkept_ref = refs
+  (
+    q_ref,
+    a_ref,
+    b_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    read_ref,
+    dx_ref,
+    g_ref,
+    document_ref,
+    edges_ref,
+    *refs,
+  ) = inputs
+  squares_ref, chunk_states_ref, dchunk_states_ref = refs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
-  place = places(p, AXES["pairs"])[0](pl.program_id(0))
+  place = places(p, AXES["key_gradients"])[0](pl.program_id(0))
   tokens, keys = p.tokens(place.n), p.keys(place.i)
-  runs, mask = runs_of(p, runs_ref, edges_ref, place.n, slice(None)), both(tokens, keys)
+  document, mask = (
+    document_of(p, document_ref, edges_ref, place.n, slice(None)),
+    tile_mask(tokens, keys),
+  )
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
   dtype = f32 if p.gate == "channel" else tiles.operand_dtype(q_ref, a_ref, b_ref, k_ref)
-  load = lambda: [take(ref, mask).astype(dtype) for ref in (q_ref, a_ref, b_ref, k_ref)]
-  apart = lambda late: (row > column + 1) | (late & (row > column))
-  tall, g, levels = jnp.zeros((p.C, p.k_tile), f32), None, p.C.bit_length() - 1
+  load_keys = lambda: [load(ref, mask).astype(dtype) for ref in (q_ref, a_ref, b_ref, k_ref)]
+  decays_between = lambda late: (row > column + 1) | (late & (row > column))
+  zeros, g, levels = jnp.zeros((p.C, p.k_tile), f32), None, p.C.bit_length() - 1
   if p.gate == "channel":
-    g = take(g_ref, mask).astype(f32)
+    g = load(g_ref, mask).astype(f32)
 
     def halves(level, sums, g=g):
-      keep = lambda late: apart(late) & tiles.pairs_of_level(p.C, level)
+      keep = lambda late: decays_between(late) & tiles.crosses_level(p.C, level)
       return _through(
-        fine, squares_ref, load, keep, tiles.decays_of_halves(g, level, fine), sums=sums
+        fine, squares_ref, load_keys, keep, tiles.decays_of_halves(g, level, fine), sums=sums
       )
 
-    by_q, by_a, db, dk = lax.fori_loop(0, levels, halves, (tall,) * 4)
+    by_q, by_a, db, dk = lax.fori_loop(0, levels, halves, (zeros,) * 4)
   else:
-    by_q, by_a, db, dk = _through(fine, squares_ref, load, apart, sums=(tall,) * 4)
+    by_q, by_a, db, dk = _through(fine, squares_ref, load_keys, decays_between, sums=(zeros,) * 4)
 
   def tile(j, sums):
     dq, da, b_writes, k_writes, total = sums
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
     v, do, W, dX = (
-      take(ref.at[:, at], both(tokens, values)) for ref in (v_ref, do_ref, read_ref, dx_ref)
+      load(ref.at[:, at], tile_mask(tokens, values)) for ref in (v_ref, do_ref, read_ref, dx_ref)
     )
     S, dS = (
-      take(kept_ref.at[:, at], both(keys, values)),
-      take(dkept_ref.at[:, at], both(keys, values)),
+      load(chunk_states_ref.at[:, at], tile_mask(keys, values)),
+      load(dchunk_states_ref.at[:, at], tile_mask(keys, values)),
     )
     dq, da = dq + product.inner(do, S), da + product.inner(dX, S)
     b_writes, k_writes = b_writes + product.inner(W, dS), k_writes + product.inner(v, dS)
     return dq, da, b_writes, k_writes, total + jnp.sum(S.astype(f32) * dS.astype(f32), axis=1)
 
-  dq, da, b_writes, k_writes, total = over(
-    p.NV, tile, (tall, tall, tall, tall, jnp.zeros(p.k_tile, f32))
+  dq, da, b_writes, k_writes, total = loop_tiles(
+    p.NV, tile, (zeros, zeros, zeros, zeros, jnp.zeros(p.k_tile, f32))
   )
-  head = before = tail = 1.0
+  from_start = before = to_end = 1.0
   if p.gate == "channel" and g is not None:
-    head, before, tail = tiles.decays_of_halves(g, levels, fine)
+    from_start, before, to_end = tiles.decays_of_halves(g, levels, fine)
   elif p.gate == "head":
-    g = take(g_ref, tokens).astype(f32)
-    head, before, tail = (
-      x(g)[:, None] for x in (tiles.head_per_head, tiles.before_per_head, tiles.tail_per_head)
+    g = load(g_ref, tokens).astype(f32)
+    from_start, before, to_end = (
+      x(g)[:, None]
+      for x in (tiles.from_start_per_head, tiles.before_per_head, tiles.to_end_per_head)
     )
   dq, da = (
-    by_q + tiles.from_start(runs, p.scale * head * dq),
-    by_a + tiles.from_start(runs, before * da),
+    by_q + tiles.mask_from_start(document, p.scale * from_start * dq),
+    by_a + tiles.mask_from_start(document, before * da),
   )
-  b_writes, k_writes = tiles.to_end(runs, tail * b_writes), tiles.to_end(runs, tail * k_writes)
-  q, a, b, k = load()
+  b_writes, k_writes = (
+    tiles.mask_to_end(document, to_end * b_writes),
+    tiles.mask_to_end(document, to_end * k_writes),
+  )
+  q, a, b, k = load_keys()
 
   wide = lambda x: x.astype(f32)
   if g is not None:
     late, early = wide(q) * dq - wide(k) * dk - wide(b) * db, wide(a) * da
     after = wide(k) * k_writes + wide(b) * b_writes
-    if p.gate == "channel":
-      total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
-      dg = tiles.sums(row <= column, late, fine) + tiles.sums(row < column, early, fine)
-      dg += tiles.sums(row > column, after, fine) + total[None, :]
-      give(outputs[4], jnp.where(jnp.exp(g) > 0, dg, 0.0), both(tokens, keys))
-    else:
-      total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))
-      late, early, after = (jnp.sum(x, axis=1)[:, None] for x in (late, early, after))
-      terms = jnp.where(row > column, late + early, jnp.where(row == column, late, after))
-      give(outputs[4], jnp.where(jnp.exp(g) > 0, jnp.sum(terms, axis=0) + total, 0.0), tokens)
+    dg = tiles.gate_cotangent(g, document, late, early, after, total, fine)
+    store(outputs[4], dg, tile_mask(tokens, keys) if p.gate == "channel" else tokens)
   own_b, own_k = (
-    jnp.sum(jnp.where(row == column, take(squares_ref.at[jnp.int32(n)], None), 0.0), axis=1)[
+    jnp.sum(jnp.where(row == column, load(squares_ref.at[jnp.int32(n)], None), 0.0), axis=1)[
       :, None
     ]
     for n in (0, 1)
   )
   near = lambda late: row == column + 1
   _, da, db, dk = _through(
-    fine, squares_ref, load, near, first=2, sums=(tall, da, db + b_writes, dk + k_writes)
+    fine, squares_ref, load_keys, near, first=2, sums=(zeros, da, db + b_writes, dk + k_writes)
   )
-  give(outputs[0], dq + own_b * wide(b) + own_k * wide(k), both(tokens, keys))
-  give(outputs[1], da, both(tokens, keys))
-  give(outputs[2], db + own_b * wide(q), both(tokens, keys))
-  give(outputs[3], dk + own_k * wide(q), both(tokens, keys))
+  store(outputs[0], dq + own_b * wide(b) + own_k * wide(k), tile_mask(tokens, keys))
+  store(outputs[1], da, tile_mask(tokens, keys))
+  store(outputs[2], db + own_b * wide(q), tile_mask(tokens, keys))
+  store(outputs[3], dk + own_k * wide(q), tile_mask(tokens, keys))
 
 
-def pairs(p: Plan, q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept) -> tuple:
-  """dq, da, db, dk and dg."""
-  p = p.cut(TILES, "pairs")
-  kinds = *("q",) * 4, *("v",) * 4, p.gate, "runs", "edges", "four pairs", "kept", "kept"
-  inputs = q, a, b, k, v, do, found, dx, g, runs, edges, squares, kept, dkept
-  found = start(
-    _pairs_kernel, p, AXES["pairs"], "dplr_pairs", kinds, inputs, key_cotangents(p, q, a, b, k)
+def key_gradients(
+  p: MatrixPlan,
+  q,
+  a,
+  b,
+  k,
+  v,
+  do,
+  reads,
+  dx,
+  g,
+  document,
+  edges,
+  squares,
+  chunk_states,
+  dchunk_states,
+) -> tuple:
+  """Returns dq, da, db, dk and dg."""
+  p = p.cut(TILES, "key_gradients")
+  kinds = (
+    *("q",) * 4,
+    *("v",) * 4,
+    p.gate,
+    "document",
+    "edges",
+    "four scores",
+    "chunk_states",
+    "chunk_states",
   )
-  keys, dg = gathered(p, found, 4)
+  inputs = q, a, b, k, v, do, reads, dx, g, document, edges, squares, chunk_states, dchunk_states
+  found = launch_plan(
+    _key_gradients_kernel,
+    p,
+    AXES["key_gradients"],
+    "dplr_key_gradients",
+    kinds,
+    inputs,
+    key_cotangents(p, q, a, b, k),
+  )
+  keys, dg = sum_over_groups(p, found, 4)
   return *keys, dg

@@ -1,8 +1,12 @@
-"""How a kernel is launched: all that depends on the version of JAX, or on whether there is a GPU.
+"""Launches kernels: everything that depends on the version of JAX, or on whether there is a GPU.
 
-Kernels are written for Pallas' Triton lowering. Where a program is lowered for another platform than CUDA they are
-interpreted: the same kernels, as ordinary JAX operations. The platform is that of the lowering, so a program can be
-compiled here for a GPU that is elsewhere.
+Kernels are written for Pallas' Triton lowering. Where a program is lowered for another platform
+than CUDA, they are interpreted: the same kernels run as ordinary JAX operations. The platform is
+that of the lowering, so a program can be compiled on one machine for a GPU that is elsewhere.
+
+Importing this module filters one warning for the whole process, by text and category: from JAX 0.11
+on, each lowering of a kernel for a GPU says that the Triton lowering is deprecated. All other
+warnings stay as they are.
 """
 
 import functools
@@ -18,26 +22,33 @@ from jaxtyping import Array
 
 from lajax._numerics import vary_like
 
-DEPRECATION = (
-  "The Pallas Triton backend is deprecated"  # said at each lowering for a GPU from JAX 0.11 on
-)
-warnings.filterwarnings("ignore", message=DEPRECATION)
+DEPRECATION = "The Pallas Triton backend is deprecated"
+warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
 
 load, store = plgpu_triton.load, plgpu_triton.store
 
 
 def wanted(impl: str) -> bool:
-  """Whether kernels are asked for: by name, or by "auto" where JAX computes on NVIDIA GPUs since Ampere."""
+  """Returns whether kernels are asked for: by name, or by "auto" where JAX computes on NVIDIA GPUs
+  since Ampere.
+  """
   return impl == "pallas" or (impl == "auto" and _on_supported_gpu())
 
 
 def _on_supported_gpu() -> bool:
   if jax.default_backend() != "gpu" or jax.config.jax_default_device is not None:  # pyright: ignore[reportAttributeAccessIssue]
     return False
-  versions = [
-    str(getattr(device, "compute_capability", "")) for device in jax.devices()
-  ]  # of other makers no such number
+  # GPUs of other makers have no such number, or one of another form.
+  versions = [str(getattr(device, "compute_capability", "")) for device in jax.devices()]
   return all(re.fullmatch(r"\d+\.\d+", version) and float(version) >= 8 for version in versions)
+
+
+def float64_refusal(arrays: Mapping[str, Array | None]) -> str | None:
+  """Returns a sentence that names an array of float64, which the kernels do not take, or None."""
+  for name, x in arrays.items():
+    if x is not None and x.dtype == "float64":
+      return f"the kernels compute in float32, and `{name}` is float64."
+  return None
 
 
 def launch(
@@ -53,17 +64,17 @@ def launch(
   stages: int,
   aliases: Mapping[int, int] | None = None,
 ) -> Sequence[Array]:
-  """Runs kernel(input refs, output refs, interpreted=...) in so many programs.
+  """Runs kernel(input refs, output refs, interpreted=...) in `programs` programs.
 
-  There is one grid axis, the first one, which alone may pass 65,535. An input that is None has None for its ref.
+  The grid has one axis: a GPU bounds all axes but the first to 65,535 programs. The ref of an input
+    that is None is None.
   `aliases` maps inputs that are written in place to outputs.
   """
   present = [n for n, x in enumerate(inputs) if x is not None]
   arrays = [inputs[n] for n in present]
   kinds = [jax.typeof(x).manual_axis_type for x in arrays]
-  widest = max(
-    kinds, key=lambda kind: len(kind.varying)
-  )  # under `jax.shard_map`, results vary as inputs do
+  # Under `jax.shard_map` results vary over the mesh axes that inputs vary over.
+  widest = max(kinds, key=lambda kind: len(kind.varying))
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=widest) for x in out_shapes]
 
   def run(interpreted: bool, *arrays):
@@ -95,12 +106,14 @@ def launch(
 def differentiable(
   forward: Callable, backward: Callable, alone: Callable | None = None
 ) -> Callable:
-  """f(static, *arrays) with its derivative in reverse mode.
+  """Returns f(static, *arrays) with first derivatives in reverse mode. Second derivatives raise
+  NotImplementedError.
 
   Args:
     forward: (static, *arrays) -> results, residuals.
-    backward: (static, residuals, cotangents) -> the cotangents of the arrays. Both say so where they are differentiated.
-    alone: (static, *arrays) -> results and anything, where no derivative is asked for; None for `forward`.
+    backward: (static, residuals, cotangents) -> cotangents of the arrays.
+    alone: the same as `forward` where no derivative is asked for, so residuals are not used; None
+      for `forward`.
   """
   primal = alone or forward
 
@@ -113,13 +126,14 @@ def differentiable(
 
 
 def _once(f: Callable) -> Callable:
-  """f(static, ...), which says so where it is to be differentiated: it is a derivative, or goes with one."""
+  """Returns f(static, ...) that raises a readable error when it is differentiated."""
   wrapped = jax.custom_jvp(f, nondiff_argnums=(0,))
 
   @wrapped.defjvp
   def refuse(static, primals, tangents):
     raise NotImplementedError(
-      "impl='pallas' has first derivatives only, and a second one was asked for; use impl='recurrent' or impl='associative'."
+      "impl='pallas' has first derivatives only, and a second one was asked for; use "
+      "impl='recurrent' or impl='associative'."
     )
 
   return wrapped

@@ -1,13 +1,19 @@
 """Kernels of the additive family: S = Diag(exp g) S + k v^T, o = scale S^T q.
 
-Time is cut into N chunks of C tokens. Forward is one launch: `attend` goes through the chunks, one program for each tile
-of columns of a state, makes the outputs, and keeps the state that each chunk begins with where there will be a backward
-pass. Backward are two: `attend` in reverse gives dv and keeps the cotangent of the state that each chunk ends with; `pairs`
-gives dq, dk and dg. With one decay a channel, in float32's products, and beyond K = `WIDE`, a launch before `attend`, `scores`,
-makes those of the pairs of tokens. Where columns are few and time is long, it is cut into segments, and one launch more,
-`summaries`, gives what each of them leaves: from that `lajax.pallas.segments` has the states that they begin with. What is
-kept between forward and backward are the inputs and the states at the chunks' starts. Letters are those of
-`lajax.pallas.plan`.
+Time is cut into N chunks of C tokens; letters are those of `lajax.pallas.plan`. The launches:
+
+forward
+  `scores`: scores of q with k in each chunk. Only where `scan` has no registers for them: with
+    decays per channel, with products of float32, and beyond K = `WIDE`.
+  `summaries`: the summary of each time split, from which `lajax.pallas.time_splits` makes the state
+    that each split begins with. Only where columns are few and time is long.
+  `scan`: goes through the chunks, one program per tile of columns of a state. Makes the outputs.
+    Stores the state before each chunk if there will be a backward pass.
+backward
+  `scores`, `summaries`, `scan` in reverse: dv, and the cotangent of the state after each chunk.
+  `key_gradients`: dq, dk and dg.
+
+Residuals are the inputs and the states before the chunks.
 """
 
 import functools
@@ -17,36 +23,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from lajax.pallas import segments, tiles
+from lajax.pallas import tiles, time_splits
 from lajax.pallas.decode import decode as one_token
 from lajax.pallas.launch import differentiable
+from lajax.pallas.nonfinite import guarded
 from lajax.pallas.plan import (
   Axes,
-  Plan,
+  MatrixPlan,
   Tiles,
+  chunk_documents,
   chunk_of,
-  documents,
-  gathered,
-  in_segments,
+  document_of,
   key_cotangents,
-  over,
+  launch_plan,
+  loop_tiles,
   places,
   plan,
   refusal,
-  runs_of,
-  start,
+  split_suffix,
+  sum_over_groups,
 )  # fmt: skip
 from lajax.pallas.state_tiles import (
   decays,
-  give_state,
+  load_parts,
+  load_state,
   parts_of,
   read_state,
   scores_of,
-  take_parts,
-  take_state,
+  store_state,
   total_decay,
 )
-from lajax.pallas.tiles import both, give, iota, take
+from lajax.pallas.tiles import iota, load, store, tile_mask
 
 f32 = jnp.float32
 TILES = {  # without spills on every architecture that lajax.pallas.report compiles for
@@ -58,34 +65,37 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("scores", False, False): Tiles(64, 64, 4, 2),
   ("scores", False, True): Tiles(32, 32, 4, 1),
   ("scores", True, True): Tiles(32, 32, 4, 1),
-  ("attend", False, False): Tiles(32, 64, 8, 2),
-  ("attend_back", False, False): Tiles(64, 32, 8, 2),
-  ("attend", True, False): Tiles(32, 64, 8, 2),
-  ("attend_back", True, False): Tiles(32, 64, 8, 2),
-  ("attend", False, True): Tiles(32, 16, 8, 2),
-  ("attend_back", False, True): Tiles(32, 16, 8, 2),
-  ("attend", True, True): Tiles(32, 16, 8, 2),
-  ("attend_back", True, True): Tiles(32, 16, 8, 2),
-  ("pairs", False, False): Tiles(64, 32, 8, 2),
-  ("pairs", True, False): Tiles(64, 32, 8, 1),
-  ("pairs", False, True): Tiles(16, 32, 4, 1),
-  ("pairs", True, True): Tiles(32, 32, 4, 1),
+  ("scan", False, False): Tiles(32, 64, 8, 2),
+  ("scan_back", False, False): Tiles(64, 32, 8, 2),
+  ("scan", True, False): Tiles(32, 64, 8, 2),
+  ("scan_back", True, False): Tiles(32, 64, 8, 2),
+  ("scan", False, True): Tiles(32, 16, 8, 2),
+  ("scan_back", False, True): Tiles(32, 16, 8, 2),
+  ("scan", True, True): Tiles(32, 16, 8, 2),
+  ("scan_back", True, True): Tiles(32, 16, 8, 2),
+  ("key_gradients", False, False): Tiles(64, 32, 8, 2),
+  ("key_gradients", True, False): Tiles(64, 32, 8, 1),
+  ("key_gradients", False, True): Tiles(16, 32, 4, 1),
+  ("key_gradients", True, True): Tiles(32, 32, 4, 1),
 }
-WIDE = 128  # rows of a state that a program of `attend` has at most: beyond, outputs are sums of several programs'
+# Most rows of a state in a program of `scan`; beyond, outputs are sums over several programs.
+WIDE = 128
 AXES = {
   "summaries": Axes(False, True, True),
   "scores": Axes(True, False, False),
-  "attend": Axes(False, True, True),
-  "pairs": Axes(True, True, False),
+  "scan": Axes(False, True, True),
+  "key_gradients": Axes(True, True, False),
 }
 
 
-# --- summaries: what each segment of time leaves ---------------------------------------------------------------------
+# --- summaries of time splits ---------------------------------------------------------------------
 
 
-def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool):
-  """S = total S + (tail k)^T v from zeros; or dS = total dS + scale (head q)^T do, in reverse; through one segment."""
-  x_ref, y_ref, g_ref, runs_ref, edges_ref = inputs
+def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan, reverse: bool):
+  """S = total S + (to_end k)^T v from zeros through one split; in reverse dS = total dS + scale
+  (from_start q)^T do.
+  """
+  x_ref, y_ref, g_ref, document_ref, edges_ref = inputs
   product, full = tiles.products(p.dtype, interpreted), tiles.full_products(interpreted)
   place = places(p, AXES["summaries"])[0](pl.program_id(0))
   keys, values = p.keys(place.i), p.values(place.j)
@@ -93,196 +103,236 @@ def _summaries_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: b
   def chunk(m, S):
     n = chunk_of(p, place.n, m, reverse)
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
-    runs = runs_of(p, runs_ref, edges_ref, n, at)
-    x, y = take(x_ref.at[at, :], both(tokens, keys)), take(y_ref.at[at, :], both(tokens, values))
+    document = document_of(p, document_ref, edges_ref, n, at)
+    x, y = (
+      load(x_ref.at[at, :], tile_mask(tokens, keys)),
+      load(y_ref.at[at, :], tile_mask(tokens, values)),
+    )
     total = jnp.ones((), f32)
     if p.gate == "head":
-      g = take(g_ref.at[at], tokens).astype(f32)
-      decay = tiles.head_per_head(g) if reverse else tiles.tail_per_head(g)
+      g = load(g_ref.at[at], tokens).astype(f32)
+      decay = tiles.from_start_per_head(g) if reverse else tiles.to_end_per_head(g)
       x, total = x.astype(f32) * decay[:, None], jnp.exp(jnp.sum(g))
     elif p.gate == "channel":
-      g = take(g_ref.at[at, :], both(tokens, keys)).astype(f32)
-      decay = tiles.head_per_channel(g) if reverse else tiles.tail_per_channel(g, full)
+      g = load(g_ref.at[at, :], tile_mask(tokens, keys)).astype(f32)
+      decay = tiles.from_start_per_channel(g) if reverse else tiles.to_end_per_channel(g, full)
       x, total = x.astype(f32) * decay, jnp.exp(jnp.sum(g, axis=0))[:, None]
-    x = tiles.from_start(runs, x) if reverse else tiles.to_end(runs, x)
+    x = tiles.mask_from_start(document, x) if reverse else tiles.mask_to_end(document, x)
     add = product.outer(x, y)
-    return tiles.throughout(runs, total) * S + (add * p.scale if reverse else add)
+    return tiles.mask_total(document, total * S) + (add * p.scale if reverse else add)
 
   S = lax.fori_loop(0, p.span, chunk, jnp.zeros((p.k_tile, p.v_tile), f32))
-  give(outputs[0], S, both(keys, values))
+  store(outputs[0], S, tile_mask(keys, values))
 
 
-def _summaries(p: Plan, x, y, g, runs, edges, reverse: bool) -> Array:
+def _summaries(p: MatrixPlan, x, y, g, document, edges, reverse: bool) -> Array:
   p, name = p.cut(TILES, "summaries"), "linear_summaries_back" if reverse else "linear_summaries"
   kinds, results = (
-    ("q", "v", p.gate, "runs", "edges"),
-    [("segment", (p.B, p.P, p.HV, p.K, p.V), f32)],
+    ("q", "v", p.gate, "document", "edges"),
+    [("split state", (p.B, p.P, p.HV, p.K, p.V), f32)],
   )
   kernel = functools.partial(_summaries_kernel, reverse=reverse)
-  (ends,) = start(kernel, p, AXES["summaries"], name, kinds, (x, y, g, runs, edges), results)
-  return ends
+  (updates,) = launch_plan(
+    kernel, p, AXES["summaries"], name, kinds, (x, y, g, document, edges), results
+  )
+  return updates
 
 
-# --- scores: of pairs of tokens, where `attend` has no registers for them -------------------------------------------
+# --- scores of each chunk, where `scan` has no registers for them ---------------------------------
 
 
-def _scores_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """q and k of each pair of tokens of a chunk, decayed between the two."""
-  q_ref, k_ref, g_ref, runs_ref, edges_ref = inputs
+def _scores_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
+  """Scores of q with k in a chunk, decayed between the two tokens, on and below the diagonal."""
+  q_ref, k_ref, g_ref, document_ref, edges_ref = inputs
   product = tiles.products(p.dtype, interpreted)
   place = places(p, AXES["scores"])[0](pl.program_id(0))
-  tokens, runs = p.tokens(place.n), runs_of(p, runs_ref, edges_ref, place.n, slice(None))
+  tokens = p.tokens(place.n)
+  document = document_of(p, document_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
 
   def tile(i, scores):
-    at, mask = pl.ds(i * p.k_tile, p.k_tile), both(tokens, p.keys(i))
-    q, k = take(q_ref.at[:, at], mask), take(k_ref.at[:, at], mask)
+    at, mask = pl.ds(i * p.k_tile, p.k_tile), tile_mask(tokens, p.keys(i))
+    q, k = load(q_ref.at[:, at], mask), load(k_ref.at[:, at], mask)
     if p.gate != "channel":
       return scores + product.inner(q, k)
-    q, k, g = q.astype(f32), k.astype(f32), take(g_ref.at[:, at], mask).astype(f32)
+    q, k, g = q.astype(f32), k.astype(f32), load(g_ref.at[:, at], mask).astype(f32)
     scores += jnp.where(row == column, jnp.sum(q * k, axis=1)[:, None], 0.0)
     for h, upto, after in tiles.halves(g):
       if h < p.C:
-        scores += jnp.where(tiles.pairs_of_halves(p.C, h), product.inner(q * upto, k * after), 0.0)
+        scores += jnp.where(tiles.crosses_halves(p.C, h), product.inner(q * upto, k * after), 0.0)
     return scores
 
-  scores = over(p.NK, tile, jnp.zeros((p.C, p.C), f32))
+  scores = loop_tiles(p.NK, tile, jnp.zeros((p.C, p.C), f32))
   if p.gate == "head":
-    scores *= tiles.between_per_head(take(g_ref, tokens).astype(f32))
-  give(outputs[0], tiles.pairs(runs, row >= column, scores), None)
+    scores *= tiles.between_per_head(load(g_ref, tokens).astype(f32))
+  store(outputs[0], tiles.mask_scores(document, row >= column, scores), None)
 
 
-def _scores(p: Plan, q, k, g, runs, edges) -> Array:
+def _scores(p: MatrixPlan, q, k, g, document, edges) -> Array:
   p = p.cut(TILES, "scores")
   kinds, results = (
-    ("q", "q", p.gate, "runs", "edges"),
-    [("pairs", (p.B, p.HV, p.N, p.C, p.C), p.kept)],
+    ("q", "q", p.gate, "document", "edges"),
+    [("scores", (p.B, p.HV, p.N, p.C, p.C), p.state_dtype)],
   )
-  (scores,) = start(
-    _scores_kernel, p, AXES["scores"], "linear_scores", kinds, (q, k, g, runs, edges), results
+  (scores,) = launch_plan(
+    _scores_kernel, p, AXES["scores"], "linear_scores", kinds, (q, k, g, document, edges), results
   )
   return scores
 
 
-# --- attend: through the chunks --------------------------------------------------------------------------------------
+# --- scan: through the chunks ---------------------------------------------------------------------
 
 
-def _attend_kernel(inputs, outputs, *, interpreted: bool, p: Plan, reverse: bool):
-  """o = scale (scores v + (head q) S) and S = total S + (tail k)^T v, from chunk to chunk, keeping S before each.
+def _scan_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan, reverse: bool):
+  """o = scale (scores v + (from_start q) S), then S = total S + (to_end k)^T v, chunk by chunk.
+  Stores S before each.
 
-  In reverse dv = scale scores^T do + (tail k) dS and dS = total dS + scale (head q)^T do, keeping dS after each.
+  In reverse dv = scale scores^T do + (to_end k) dS, then dS = total dS + scale (from_start q)^T do.
+  Stores dS after each.
   """
-  q_ref, k_ref, y_ref, g_ref, runs_ref, edges_ref, scores_ref, state_ref = inputs
-  out_ref, last_ref, *kept_ref = outputs
+  q_ref, k_ref, y_ref, g_ref, document_ref, edges_ref, scores_ref, state_ref = inputs
+  out_ref, last_ref, *chunk_states_ref = outputs
   product, full = tiles.products(p.dtype, interpreted), tiles.full_products(interpreted)
-  place = places(p, AXES["attend"])[0](pl.program_id(0))
+  place = places(p, AXES["scan"])[0](pl.program_id(0))
   parts, values = parts_of(p, place.i), p.values(place.j)
-  upto = iota((p.C, p.C), 0) >= iota((p.C, p.C), 1)
-  by_head, by_tail = tiles.head_per_channel, lambda g: tiles.tail_per_channel(g, full)
-  reader_ref, by_reader, writer_ref, by_writer = q_ref, by_head, k_ref, by_tail
+  causal = iota((p.C, p.C), 0) >= iota((p.C, p.C), 1)
+  # A reader takes from the state, a writer adds to it. In reverse k reads dS, and q writes to it.
+  decay_q, decay_k = tiles.from_start_per_channel, lambda g: tiles.to_end_per_channel(g, full)
+  reader_ref, decay_reader, writer_ref, decay_writer = q_ref, decay_q, k_ref, decay_k
   if reverse:
-    reader_ref, by_reader, writer_ref, by_writer = k_ref, by_tail, q_ref, by_head
+    reader_ref, decay_reader, writer_ref, decay_writer = k_ref, decay_k, q_ref, decay_q
 
   def chunk(m, S):
     n = chunk_of(p, place.n, m, reverse)
     at, tokens = pl.ds(n * p.C, p.C), p.tokens(n)
-    if kept_ref:
-      give_state(kept_ref[0], S, parts, values, n)
-    runs = runs_of(p, runs_ref, edges_ref, n, at)
-    y = take(y_ref.at[at, :], both(tokens, values))
-    head, tail = decays(p, g_ref, at, tokens, tiles.head_per_head, tiles.tail_per_head)
+    if chunk_states_ref:
+      store_state(chunk_states_ref[0], S, parts, values, n)
+    document = document_of(p, document_ref, edges_ref, n, at)
+    y = load(y_ref.at[at, :], tile_mask(tokens, values))
+    from_start, to_end = decays(
+      p, g_ref, at, tokens, tiles.from_start_per_head, tiles.to_end_per_head
+    )
 
-    def load(ref, part, decay):
-      columns, mask = part[0], both(tokens, part[1])
-      x = take(ref.at[at, columns], mask)
-      return x * decay(take(g_ref.at[at, columns], mask).astype(f32)) if p.gate == "channel" else x
+    def load_decayed(ref, part, decay):
+      columns, mask = part[0], tile_mask(tokens, part[1])
+      x = load(ref.at[at, columns], mask)
+      return x * decay(load(g_ref.at[at, columns], mask).astype(f32)) if p.gate == "channel" else x
 
-    read = read_state(product, [load(reader_ref, part, by_reader) for part in parts], S)
+    read = read_state(product, [load_decayed(reader_ref, part, decay_reader) for part in parts], S)
     read = (
-      tiles.to_end(runs, tail * read) if reverse else tiles.from_start(runs, p.scale * head * read)
+      tiles.mask_to_end(document, to_end * read)
+      if reverse
+      else tiles.mask_from_start(document, p.scale * from_start * read)
     )
     if scores_ref is None:
       scores = scores_of(
-        product, take_parts(q_ref, at, tokens, parts), take_parts(k_ref, at, tokens, parts)
+        product, load_parts(q_ref, at, tokens, parts), load_parts(k_ref, at, tokens, parts)
       )
       if p.gate == "head":
-        scores *= tiles.between_per_head(take(g_ref.at[at], tokens).astype(f32))
-      scores = tiles.pairs(runs, upto, scores)
+        scores *= tiles.between_per_head(load(g_ref.at[at], tokens).astype(f32))
+      scores = tiles.mask_scores(document, causal, scores)
     else:
-      scores = take(scores_ref.at[n], None)
-    near = p.scale * (product.outer if reverse else product)(scores, y)
-    give(
+      scores = load(scores_ref.at[n], None)
+    within = p.scale * (product.outer if reverse else product)(scores, y)
+    store(
       out_ref.at[at, :],
-      read + (near if p.NK == 1 else jnp.where(place.i == 0, near, 0.0)),
-      both(tokens, values),
+      # Where several programs share K their outputs are summed: the first one adds what is within
+      # the chunk.
+      read + (within if p.NK == 1 else jnp.where(place.i == 0, within, 0.0)),
+      tile_mask(tokens, values),
     )
-    y = tiles.from_start(runs, p.scale * head * y) if reverse else tiles.to_end(runs, tail * y)
+    y = (
+      tiles.mask_from_start(document, p.scale * from_start * y)
+      if reverse
+      else tiles.mask_to_end(document, to_end * y)
+    )
 
     def update(x, part):
-      total = tiles.throughout(runs, total_decay(p, g_ref, at, tokens, part))
-      return total * x + product.outer(load(writer_ref, part, by_writer), y)
+      total = total_decay(p, g_ref, at, tokens, part)
+      return tiles.mask_total(document, total * x) + product.outer(
+        load_decayed(writer_ref, part, decay_writer), y
+      )
 
     return [update(x, part) for x, part in zip(S, parts, strict=True)]
 
-  give_state(
-    last_ref, lax.fori_loop(0, p.span, chunk, take_state(state_ref, parts, values)), parts, values
+  store_state(
+    last_ref, lax.fori_loop(0, p.span, chunk, load_state(state_ref, parts, values)), parts, values
   )
 
 
-def scores_apart(p: Plan) -> bool:
-  """Whether the scores are a launch of their own: a program of `attend` has no registers for them."""
+def needs_scores_launch(p: MatrixPlan) -> bool:
+  """Returns whether scores are a launch of their own: a program of `scan` has no registers for
+  them.
+  """
   return p.gate == "channel" or p.dtype != jnp.bfloat16 or p.K > WIDE
 
 
-def attend(
-  p: Plan, q, k, y, g, runs, edges, state, like, reverse: bool, keep: bool
+def scan_chunks(
+  p: MatrixPlan, q, k, y, g, document, edges, state, like, reverse: bool, keep_states: bool
 ) -> tuple[Array, ...]:
-  """What comes out, the state at the end (in reverse at the start), and if wanted the states at the chunks' starts (ends)."""
-  scores = _scores(p, q, k, g, runs, edges) if scores_apart(p) else None
+  """Returns the outputs, the last state and, if they are kept, the states before the chunks.
+
+  In reverse `y` is do and `state` the cotangent of the last state. Returns dv, the cotangent of the
+  first state and, if they are kept, the cotangents of the states after the chunks.
+  """
+  scores = _scores(p, q, k, g, document, edges) if needs_scores_launch(p) else None
   states = state[:, None]
   if p.P > 1:
-    ends = _summaries(p, q if reverse else k, y, g, runs, edges, reverse)
-    states = segments.by_decays(p, segments.decays(p, g, edges), ends, state, reverse)
-  p = p.cut_in_parts(TILES, "attend_back" if reverse else "attend", WIDE)
-  kinds = "q", "q", "v", p.gate, "runs", "edges", "pairs", "segment"
+    updates = _summaries(p, q if reverse else k, y, g, document, edges, reverse)
+    states = time_splits.by_decays(p, time_splits.decays(p, g, edges), updates, state, reverse)
+  p = p.cut_in_parts(TILES, "scan_back" if reverse else "scan", WIDE)
+  kinds = "q", "q", "v", p.gate, "document", "edges", "scores", "split state"
   whole = ("v", like.shape, like.dtype) if p.NK == 1 else ("partial", (p.NK, *like.shape), f32)
-  results = [whole, ("segment", states.shape, f32)]
-  results += [("kept", (p.B, p.HV, p.N, p.K, p.V), p.kept)] if keep else []
-  name = ("linear_cotangents" if reverse else "linear_outputs") + in_segments(p)
-  inputs = q, k, y, g, runs, edges, scores, states
-  kernel = functools.partial(_attend_kernel, reverse=reverse)
-  out, after, *kept = start(kernel, p, AXES["attend"], name, kinds, inputs, results)
-  return out if p.NK == 1 else out.sum(0).astype(like.dtype), after[:, 0 if reverse else -1], *kept
+  results = [whole, ("split state", states.shape, f32)]
+  results += [("chunk_states", (p.B, p.HV, p.N, p.K, p.V), p.state_dtype)] if keep_states else []
+  name = ("linear_cotangents" if reverse else "linear_outputs") + split_suffix(p)
+  inputs = q, k, y, g, document, edges, scores, states
+  kernel = functools.partial(_scan_kernel, reverse=reverse)
+  out, after, *chunk_states = launch_plan(kernel, p, AXES["scan"], name, kinds, inputs, results)
+  return (
+    out if p.NK == 1 else out.sum(0).astype(like.dtype),
+    after[:, 0 if reverse else -1],
+    *chunk_states,
+  )
 
 
-# --- pairs: dq, dk and dg --------------------------------------------------------------------------------------------
+# --- key_gradients: dq, dk and dg -----------------------------------------------------------------
 
 
-def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
-  """dq, dk and dg of one tile of K, from the cotangents of the scores and of what the state read and wrote.
+def _key_gradients_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
+  """dq, dk and dg of one tile of K, from the cotangents of the scores, of reads from the state, and
+  of writes to it.
 
-  Pairs of a token with itself, between which no decay stands, are apart. The gate of token l is in every interval
-  that begins before l and ends at or after it, so dg sums cotangent times value of what decays: of the pairs and of
-  what reads the state, by the later token (`ahead`), of the pairs also by the earlier one (`behind`), of what is
-  written to the state (`after`), and of the state itself.
+  The score of a token with itself has no decay and no part in dg: `own` adds its cotangent at the
+    end.
   """
-  q_ref, k_ref, v_ref, do_ref, g_ref, runs_ref, edges_ref, kept_ref, dkept_ref = inputs
+  (
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    g_ref,
+    document_ref,
+    edges_ref,
+    chunk_states_ref,
+    dchunk_states_ref,
+  ) = inputs
   product, full = tiles.products(p.dtype, interpreted), tiles.full_products(interpreted)
-  place = places(p, AXES["pairs"])[0](pl.program_id(0))
+  place = places(p, AXES["key_gradients"])[0](pl.program_id(0))
   tokens, keys = p.tokens(place.n), p.keys(place.i)
-  runs = runs_of(p, runs_ref, edges_ref, place.n, slice(None))
+  document = document_of(p, document_ref, edges_ref, place.n, slice(None))
   row, column = iota((p.C, p.C), 0), iota((p.C, p.C), 1)
 
   def tile(j, sums):
     dscores, dq, dk, total = sums
     at, values = pl.ds(j * p.v_tile, p.v_tile), p.values(j)
     v, do = (
-      take(v_ref.at[:, at], both(tokens, values)),
-      take(do_ref.at[:, at], both(tokens, values)),
+      load(v_ref.at[:, at], tile_mask(tokens, values)),
+      load(do_ref.at[:, at], tile_mask(tokens, values)),
     )
     S, dS = (
-      take(kept_ref.at[:, at], both(keys, values)),
-      take(dkept_ref.at[:, at], both(keys, values)),
+      load(chunk_states_ref.at[:, at], tile_mask(keys, values)),
+      load(dchunk_states_ref.at[:, at], tile_mask(keys, values)),
     )
     dscores, dq, dk = (
       dscores + product.inner(do, v),
@@ -291,68 +341,69 @@ def _pairs_kernel(inputs, outputs, *, interpreted: bool, p: Plan):
     )
     return dscores, dq, dk, total + jnp.sum(S.astype(f32) * dS.astype(f32), axis=1)
 
-  square, tall = jnp.zeros((p.C, p.C), f32), jnp.zeros((p.C, p.k_tile), f32)
-  dscores, dq, dk_state, total = over(p.NV, tile, (square, tall, tall, jnp.zeros(p.k_tile, f32)))
-  q, k = take(q_ref, both(tokens, keys)).astype(f32), take(k_ref, both(tokens, keys)).astype(f32)
+  square, keys_zeros = jnp.zeros((p.C, p.C), f32), jnp.zeros((p.C, p.k_tile), f32)
+  dscores, dq, dk_state, total = loop_tiles(
+    p.NV, tile, (square, keys_zeros, keys_zeros, jnp.zeros(p.k_tile, f32))
+  )
+  q, k = (
+    load(q_ref, tile_mask(tokens, keys)).astype(f32),
+    load(k_ref, tile_mask(tokens, keys)).astype(f32),
+  )
   own = p.scale * jnp.sum(jnp.where(row == column, dscores, 0.0), axis=1)[:, None]
-  dq = tiles.from_start(runs, dq * p.scale)
-  dk_state = tiles.to_end(runs, dk_state)
-  dscores = p.scale * tiles.pairs(runs, row > column, dscores)
+  dq = tiles.mask_from_start(document, dq * p.scale)
+  dk_state = tiles.mask_to_end(document, dk_state)
+  dscores, g = p.scale * tiles.mask_scores(document, row > column, dscores), None
 
   if p.gate == "channel":
-    g = take(g_ref, both(tokens, keys)).astype(f32)
-    dq_pairs, dk = jnp.zeros_like(dq), jnp.zeros_like(dq)
+    g = load(g_ref, tile_mask(tokens, keys)).astype(f32)
+    dq_scores, dk = jnp.zeros_like(dq), jnp.zeros_like(dq)
     for h, upto, after in tiles.halves(g):
       if h == p.C:
-        dq, dk_state = dq_pairs + dq * upto, dk_state * after
+        dq, dk_state = dq_scores + dq * upto, dk_state * after
       else:
-        corner = jnp.where(tiles.pairs_of_halves(p.C, h), dscores, 0.0)
-        dq_pairs += product(corner, k * after) * upto
+        corner = jnp.where(tiles.crosses_halves(p.C, h), dscores, 0.0)
+        dq_scores += product(corner, k * after) * upto
         dk += product.outer(corner, q * upto) * after
   else:
     if p.gate == "head":
-      g = take(g_ref, tokens).astype(f32)
+      g = load(g_ref, tokens).astype(f32)
       dscores = dscores * tiles.between_per_head(g)
       dq, dk_state = (
-        dq * tiles.head_per_head(g)[:, None],
-        dk_state * tiles.tail_per_head(g)[:, None],
+        dq * tiles.from_start_per_head(g)[:, None],
+        dk_state * tiles.to_end_per_head(g)[:, None],
       )
     dq, dk = dq + product(dscores, k), product.outer(dscores, q)
 
-  if p.gate != "none":
-    difference, after = q * dq - k * dk, k * dk_state
-    if p.gate == "channel":
-      total = total * tiles.throughout(runs, jnp.exp(jnp.sum(g, axis=0)))
-      dg = (
-        tiles.sums(row <= column, difference, full)
-        + tiles.sums(row > column, after, full)
-        + total[None, :]
-      )
-      give(outputs[2], dg, both(tokens, keys))
-    else:
-      total = jnp.sum(total) * tiles.throughout(runs, jnp.exp(jnp.sum(g)))
-      terms = jnp.where(
-        row >= column, jnp.sum(difference, axis=1)[:, None], jnp.sum(after, axis=1)[:, None]
-      )
-      give(outputs[2], jnp.sum(terms, axis=0) + total, tokens)
-  give(outputs[0], dq + own * k, both(tokens, keys))
-  give(outputs[1], dk + dk_state + own * q, both(tokens, keys))
+  if g is not None:
+    late, after = q * dq - k * dk, k * dk_state
+    dg = tiles.gate_cotangent(g, document, late, None, after, total, full)
+    store(outputs[2], dg, tile_mask(tokens, keys) if p.gate == "channel" else tokens)
+  store(outputs[0], dq + own * k, tile_mask(tokens, keys))
+  store(outputs[1], dk + dk_state + own * q, tile_mask(tokens, keys))
 
 
-def _pairs(p: Plan, q, k, v, do, g, runs, edges, kept, dkept) -> tuple[Array, Array, Array | None]:
-  p = p.cut(TILES, "pairs")
+def _key_gradients(
+  p: MatrixPlan, q, k, v, do, g, document, edges, chunk_states, dchunk_states
+) -> tuple[Array, Array, Array | None]:
+  p = p.cut(TILES, "key_gradients")
   kinds, inputs = (
-    ("q", "q", "v", "v", p.gate, "runs", "edges", "kept", "kept"),
-    (q, k, v, do, g, runs, edges, kept, dkept),
+    ("q", "q", "v", "v", p.gate, "document", "edges", "chunk_states", "chunk_states"),
+    (q, k, v, do, g, document, edges, chunk_states, dchunk_states),
   )
-  found = start(
-    _pairs_kernel, p, AXES["pairs"], "linear_pairs", kinds, inputs, key_cotangents(p, q, k)
+  found = launch_plan(
+    _key_gradients_kernel,
+    p,
+    AXES["key_gradients"],
+    "linear_key_gradients",
+    kinds,
+    inputs,
+    key_cotangents(p, q, k),
   )
-  (dq, dk), dg = gathered(p, found, 2)
+  (dq, dk), dg = sum_over_groups(p, found, 2)
   return dq, dk, dg
 
 
-# --- the operation ---------------------------------------------------------------------------------------------------
+# --- the operation --------------------------------------------------------------------------------
 
 
 def linear_attention(
@@ -361,66 +412,75 @@ def linear_attention(
   v: Float[Array, "B T HV V"],
   g: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None,
   state: Float[Array, "B HV K V"],
-  runs: Int[Array, "B T"] | None = None,
+  document: Int[Array, "B T"] | None = None,
   scale: float = 1.0,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
-  """S = Diag(exp g) S + k v^T, o = scale S^T q; also of documents.
+  """S = Diag(exp g) S + k v^T, o = scale S^T q; also with packed documents.
 
   Args:
-    q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H. Products are of the dtype that
-      q, k and v share, bfloat16 or float16, else of float32.
+    q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H. Operands of
+      products have the dtype that q, k and v share, bfloat16 or float16, else float32.
     v: [B T HV V].
     g: log decay, <= 0: None, [B T HV] or [B T HV K].
     state: [B HV K V], the state before the first token, float32.
-    runs: [B T], which document of its row a token is in, counted from 0: the state is zero where the number changes.
-      Padding is in the document before it, and q, k, v, g are zeros there.
+    document: [B T], number of a token's document in its row, counted from 0; the state becomes zero
+      where it changes. Padding has the number of the document before it, and q, k, v, g are zeros
+      there.
     scale: of the output.
 
   Returns:
     o [B T HV V] in v.dtype, and the state after the last token, [B HV K V] in float32.
   """
-  if runs is None:
-    return _attend(float(scale), (q, k, v, g, state), None)
+  if document is None:
+    return _compute(float(scale), (q, k, v, g, state), None)
   p = plan(q, v, g, True, scale, tiles.operand_dtype(q, k, v))
-  return _attend(float(scale), (q, k, v, g, state), documents(runs, p))
+  return _compute(float(scale), (q, k, v, g, state), chunk_documents(document, p))
 
 
-def _pass(scale: float, inputs, packed, keep: bool):
+def _pass(scale: float, inputs, packed, keep_states: bool):
   q, k, v, g, state = inputs
   p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
-  runs, edges = packed or (None, None)
-  o, last, *kept = attend(p, q, k, v, g, runs, edges, state, v, reverse=False, keep=keep)
-  return (o, last), (inputs, packed, kept)
+  document, edges = packed or (None, None)
+  o, last, *chunk_states = scan_chunks(
+    p, q, k, v, g, document, edges, state, v, reverse=False, keep_states=keep_states
+  )
+  return (o, last), (inputs, packed, chunk_states)
 
 
 def _forward(scale: float, inputs, packed):
-  return _pass(scale, inputs, packed, keep=True)
+  return _pass(scale, inputs, packed, keep_states=True)
 
 
 def _alone(scale: float, inputs, packed):
-  return _pass(scale, inputs, packed, keep=False)
+  return _pass(scale, inputs, packed, keep_states=False)
 
 
 def _backward(scale: float, residuals, cotangents):
-  (q, k, v, g, state), packed, (kept,) = residuals
+  (q, k, v, g, state), packed, (chunk_states,) = residuals
   do, dlast = cotangents
   p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
-  runs, edges = packed or (None, None)
-  dv, dstate, dkept = attend(p, q, k, do, g, runs, edges, dlast, v, reverse=True, keep=True)
-  dq, dk, dg = _pairs(p, q, k, v, do, g, runs, edges, kept, dkept)
+  document, edges = packed or (None, None)
+  dv, dstate, dchunk_states = scan_chunks(
+    p, q, k, do, g, document, edges, dlast, v, reverse=True, keep_states=True
+  )
+  dq, dk, dg = _key_gradients(p, q, k, v, do, g, document, edges, chunk_states, dchunk_states)
   dg = None if g is None or dg is None else dg.astype(g.dtype)
   return (dq.astype(q.dtype), dk.astype(k.dtype), dv, dg, dstate.astype(state.dtype)), None
 
 
-_attend = differentiable(_forward, _backward, _alone)
+_compute = differentiable(*guarded(_forward, _backward, _alone))
 
 
 def supports(
   q, k, v, g=None, initial_state=None, *, bonus=None, chunk_size: int | None = None
 ) -> str | None:
-  """None where the kernels take this, else a sentence that says what they do not take. Reads shapes and dtypes only."""
+  """Returns a sentence that says what the kernels do not take, or None.
+
+  Reads shapes and dtypes only.
+  """
   p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
-  return refusal(p, (q, k, v, g, initial_state, bonus), chunk_size, TILES, AXES)
+  inputs = dict(q=q, k=k, v=v, g=g, initial_state=initial_state, bonus=bonus)
+  return refusal(p, inputs, chunk_size, TILES, AXES)
 
 
 def decode(
@@ -431,8 +491,9 @@ def decode(
   g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None = None,
   scale: float = 1.0,
 ) -> tuple[Float[Array, "B HV K V"], Float[Array, "B HV V"]]:
-  """One token of `linear_attention`: the next state, float32, and o in v.dtype. Has no derivative.
+  """Computes one token of `linear_attention`: the next state in float32, and o in v.dtype. Has no
+  derivative.
 
-  The state is read once and written once, and in place where the caller donates it.
+  The state is read once and written once, in place if the caller donates it.
   """
   return one_token("linear_decode", state, q, k, v, None, g, scale)

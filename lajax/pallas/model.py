@@ -1,7 +1,9 @@
-"""Bytes and operations of the kernels of a program, and the time that a GPU's data sheet gives them: a model, no measurement.
+"""Bytes and operations of the kernels of a program, and the time that a GPU's data sheet gives for
+them.
 
-Of a launch, each array is counted once, as if what programs share stayed in the cache. Bytes and operations are read off the
-traced program, not from formulas beside it.
+This is a model, not a measurement. A launch counts each array once, as if what its programs share
+stayed in the cache. Bytes and operations are read off the traced program, not from formulas beside
+it.
 """
 
 import math
@@ -16,21 +18,32 @@ from lajax.pallas.compiled import GPU
 
 
 class Launch(NamedTuple):
-  """What one launch of a kernel moves between device memory and the cores, and computes."""
+  """Work of one launch of a kernel."""
 
   kernel: str
   programs: int
-  moved: int  # bytes, each array once
+  moved: int  # bytes between device memory and the cores, each array once
   operations: int
 
 
 def launches(f: Callable, *args) -> list[Launch]:
-  """The kernels that f(*args) launches on a GPU; args may be shapes."""
+  """Returns the launches of f(*args) on a GPU, in order; args may be shapes."""
   return [_launch(eqn) for eqn in _calls(jax.make_jaxpr(f)(*args).jaxpr)]
 
 
+def kernel_names(f: Callable, *args) -> list[str]:
+  """Returns the names of the kernels that f(*args) launches on a GPU, in order; args may be shapes.
+
+  Unlike `launches` it also takes kernels whose loops have no known length, such as attention's.
+  """
+  return [_name(eqn) for eqn in _calls(jax.make_jaxpr(f)(*args).jaxpr)]
+
+
 def array_bytes(*trees) -> int:
-  """Of all arrays in the trees: what an operation must at least move is that of its inputs and outputs."""
+  """Returns the bytes of all arrays in the trees.
+
+  Those of inputs and outputs are the least that an operation moves.
+  """
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
@@ -56,6 +69,9 @@ def _name(eqn) -> str:
 
 
 def seconds(launch: Launch, gpu: GPU, dtype: str) -> float:
-  """The longer of moving its bytes and doing its operations; of float32, each product is three of tf32."""
+  """Returns the longer of moving the bytes and doing the operations.
+
+  A float32 product is three of tf32.
+  """
   rate = gpu.bfloat16 if dtype == "bfloat16" else gpu.tf32 / (3 if dtype == "float32" else 1)
   return max(launch.moved / gpu.bandwidth, launch.operations / rate)

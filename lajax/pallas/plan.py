@@ -1,8 +1,10 @@
-"""The sizes of a call of a matrix state's kernels, how each kernel cuts them, and where its programs find their blocks.
+"""Sizes of a call of the kernels of matrix states, how each kernel cuts them, and the blocks of its
+programs.
 
-Time is cut into N chunks of C tokens, K and V into NK and NV tiles of so many columns (`k_tile`, `v_tile`); n counts
-chunks, i tiles of K, j tiles of V. What goes from chunk to chunk goes through P segments of time at once where batch, heads
-and columns are too few to fill a GPU.
+Time is cut into N chunks of C tokens. K and V are cut into NK and NV tiles of `k_tile` and `v_tile`
+columns. In index expressions n counts chunks, i tiles of K, j tiles of V. Where batch, heads and
+columns make too few programs to fill a GPU, time is also cut into P splits, which go through their
+chunks side by side.
 """
 
 import functools
@@ -16,45 +18,47 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from lajax.pallas.launch import launch
-from lajax.pallas.tiles import Runs, inside
+from lajax.pallas.launch import float64_refusal, launch
+from lajax.pallas.tiles import ChunkDocuments, inside
 
 f32 = jnp.float32
 MAX_K = 256
-FILL = 128  # programs that fill a large GPU, about one for each of its cores (SMs)
-COLUMNS = 64  # of a state that a program usually has, for the number of programs
-LEAST = 4  # segments, else their ends, which need the inputs once more, cost what they save
-SHORTEST = 8  # chunks of a segment
+FILL = 128  # programs that fill a large GPU: about one for each of its cores (SMs)
+COLUMNS = 64  # columns of a state per program, assumed when the number of splits is chosen
+LEAST = 4  # fewest time splits worth having: with fewer, the extra pass costs more than it saves
+SHORTEST = 8  # fewest chunks in a split
 
 
 class Tiles(NamedTuple):
-  """How a kernel cuts its work: most columns of K and V in a tile, warps, and stages of the loads' pipeline."""
+  """Tiling of a kernel."""
 
-  k: int
-  v: int
+  k: int  # most columns of K in a tile
+  v: int  # most columns of V in a tile
   warps: int
-  stages: int
+  stages: int  # of the pipeline of loads
 
 
 class Axes(NamedTuple):
-  """Of a kernel's programs, beside batch and heads."""
+  """Axes of a kernel's grid, beside batch and heads."""
 
-  chunks: bool  # else segments
-  keys: bool
-  values: bool
+  chunks: bool  # a program per chunk; else one per time split
+  keys: bool  # a program per tile of K; else each has all of K
+  values: bool  # a program per tile of V; else each has all of V
 
 
-Table = Mapping[
-  tuple[str, bool, bool], Tiles
-]  # by kernel, one decay a channel, operands wider than bfloat16
-CHUNK = {  # tokens, by whether there is one decay a channel, and whether the operands are wider than bfloat16
+# Keys: kernel, whether decays are per channel, whether operands of products are wider than
+# bfloat16.
+Table = Mapping[tuple[str, bool, bool], Tiles]
+# Tokens of a chunk, by the same two flags. Decays per channel and wide operands need more registers
+# per token.
+CHUNK = {
   (False, False): 64, (True, False): 32,
   (False, True): 32, (True, True): 16,
 }  # fmt: skip
 
 
-class Plan(NamedTuple):
-  """The sizes of a call, and how one kernel cuts them."""
+class MatrixPlan(NamedTuple):
+  """Sizes of a call, and how one kernel cuts them."""
 
   B: int
   T: int
@@ -68,22 +72,22 @@ class Plan(NamedTuple):
   dtype: jnp.dtype  # of the inputs of products
   C: int
   P: int = 1
-  multiple: int = 1  # of which a segment has whole ones, in chunks
-  every: int = 1  # a state is kept at every so many chunks' start
+  multiple: int = 1  # the number of chunks in a split is a multiple of this
+  every: int = 1  # chunk states are stored for every n-th chunk
   k_tile: int = 0
-  k_part: int = 0  # of a tile of K that a program takes in parts
+  k_part: int = 0  # width of the pieces that a tile of K is loaded in; 0 for whole tiles
   v_tile: int = 0
   warps: int = 0
   stages: int = 0
 
   @property
   def N(self) -> int:
-    """Of whole segments: the last chunks may have no tokens."""
+    """Number of chunks. All splits have the same number, so the last chunks may have no tokens."""
     return self.P * self.span
 
   @property
   def span(self) -> int:
-    """Chunks of a segment."""
+    """Number of chunks in a split."""
     return self.multiple * -(-self.T // (self.C * self.P * self.multiple))
 
   @property
@@ -95,29 +99,39 @@ class Plan(NamedTuple):
     return -(-self.V // self.v_tile)
 
   @property
-  def kept(self) -> jnp.dtype:
-    """The dtype of the kept states: what products take anyway."""
+  def state_dtype(self) -> jnp.dtype:
+    """Dtype of the stored chunk states: the one that products round them to anyway."""
     return self.dtype if self.dtype == jnp.bfloat16 else jnp.dtype(f32)
 
   @property
   def reader(self) -> str:
-    """The kind of block of the keys that read from a state or write to one: with one decay a channel, of each value head."""
+    """Kind of block of the keys that read or write a state.
+
+    Decayed per channel, they are per value head.
+    """
     return "dq" if self.gate == "channel" else "q"
 
-  def cut(self, table: Table, kernel: str) -> "Plan":
+  def cut(self, table: Table, kernel: str) -> "MatrixPlan":
+    """Returns the plan with the tiling of a kernel."""
     return self.cut_by(table[kernel, self.gate == "channel", self.dtype != jnp.bfloat16])
 
-  def cut_by(self, t: Tiles) -> "Plan":
+  def cut_by(self, t: Tiles) -> "MatrixPlan":
     return self._replace(
       k_tile=_side(self.K, t.k), v_tile=_side(self.V, t.v), warps=t.warps, stages=t.stages
     )
 
-  def cut_in_parts(self, table: Table, kernel: str, most: int) -> "Plan":
-    """Tiles of K of up to so many columns, which a program takes in parts of the table's."""
+  def cut_in_parts(self, table: Table, kernel: str, most: int) -> "MatrixPlan":
+    """Returns the plan with tiles of K of up to `most` columns, loaded in pieces of the table's
+    width.
+    """
     p = self.cut(table, kernel)
     return p._replace(k_tile=_side(self.K, most), k_part=p.k_tile)
 
   def tokens(self, n) -> Array | None:
+    """Mask of the tokens of chunk n that exist; None where all do.
+
+    `keys` and `values` are the same for columns.
+    """
     return inside(n * self.C, self.C, self.T, self.T == self.N * self.C)
 
   def keys(self, i) -> Array | None:
@@ -128,15 +142,18 @@ class Plan(NamedTuple):
 
 
 def _side(size: int, most: int) -> int:
-  """A power of two of at least 16, the least that a product takes."""
+  """Returns the width of a tile: a power of two, at least 16, which is the least that a product
+  takes.
+  """
   return max(16, min(most, 1 << (size - 1).bit_length()))
 
 
-def plan(q, v, g, documents: bool, scale: float, dtype) -> Plan:
+def plan(q, v, g, documents: bool, scale: float, dtype) -> MatrixPlan:
+  """Returns the plan of a call, not yet cut for a kernel."""
   (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
   gate = "none" if g is None else "head" if g.ndim == 3 else "channel"
   C = CHUNK[gate == "channel", dtype != jnp.bfloat16]
-  return Plan(
+  return MatrixPlan(
     B,
     T,
     H,
@@ -148,12 +165,12 @@ def plan(q, v, g, documents: bool, scale: float, dtype) -> Plan:
     float(scale),
     dtype,
     C,
-    segments(B * HV * -(-V // COLUMNS), -(-T // C)),
+    count_splits(B * HV * -(-V // COLUMNS), -(-T // C)),
   )
 
 
-def segments(programs: int, chunks: int) -> int:
-  """How many segments of time make enough of so many programs: 1, or a power of two from `LEAST` on."""
+def count_splits(programs: int, chunks: int) -> int:
+  """Returns the number of time splits that fill a GPU: 1, or a power of two of at least `LEAST`."""
   P = 1
   while programs * P < FILL and chunks >= 2 * P * SHORTEST:
     P *= 2
@@ -161,15 +178,23 @@ def segments(programs: int, chunks: int) -> int:
 
 
 def refusal(
-  p: Plan, inputs, chunk_size: int | None, table: Table, axes: Mapping[str, Axes]
+  p: MatrixPlan,
+  inputs: Mapping[str, Array | None],
+  chunk_size: int | None,
+  table: Table,
+  axes: Mapping[str, Axes],
 ) -> str | None:
-  """What no kernel of a matrix state takes, in a sentence."""
-  if any(x is not None and x.dtype == jnp.float64 for x in inputs):
-    return "the kernels compute in float32, and an input is float64."
+  """Returns a sentence that says what these kernels do not take, or None."""
+  if reason := float64_refusal(inputs):
+    return reason
   if p.K > MAX_K:
     return f"the kernels take keys of up to K = {MAX_K}, and K is {p.K}."
   if chunk_size is not None and chunk_size != p.C:
-    return f"the kernels' chunks have {p.C} tokens here, and chunk_size is {chunk_size}."
+    gate = "no gate" if p.gate == "none" else f"a gate per {p.gate}"
+    return (
+      f"the kernels take chunk_size = {p.C} or None with {gate} and products of {p.dtype.name}, "
+      f"and chunk_size is {chunk_size}."
+    )
   cuts = (table.get((kernel, p.gate == "channel", p.dtype != jnp.bfloat16)) for kernel in axes)
   programs = max(
     places(p.cut_by(cut), axis)[1] for cut, axis in zip(cuts, axes.values(), strict=True) if cut
@@ -182,27 +207,25 @@ def refusal(
   return None
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-  """Which part of the arrays a program works on."""
+  """Part of the arrays that a program works on."""
 
-  b: Array
-  n: Array  # of the chunks, or of the segments
-  h: Array  # of the value heads
-  i: Array
-  j: Array
+  b: Array  # row of the batch
+  n: Array  # chunk, or time split
+  h: Array  # value head
+  i: Array  # tile of K
+  j: Array  # tile of V
 
 
-def places(p: Plan, along: Axes) -> tuple[Callable[[Array], Place], int]:
-  """Program number -> Place, over batch, chunks or segments, heads and tiles where wanted; neighbours share inputs."""
-  sizes = (
-    p.N if along.chunks else p.P,
-    p.HV,
-    p.NK if along.keys else 1,
-    p.NV if along.values else 1,
-  )
+def places(p: MatrixPlan, axes: Axes) -> tuple[Callable[[Array], Place], int]:
+  """Returns the map from a program's number to its place, and the number of programs.
+
+  Tiles vary fastest, then heads: programs that run side by side share inputs in the cache.
+  """
+  sizes = (p.N if axes.chunks else p.P, p.HV, p.NK if axes.keys else 1, p.NV if axes.values else 1)
 
   def place(program) -> Place:
     parts = []
@@ -214,10 +237,13 @@ def places(p: Plan, along: Axes) -> tuple[Callable[[Array], Place], int]:
   return place, p.B * math.prod(sizes)
 
 
-def specs(p: Plan, along: Axes) -> dict[str, Any]:
-  """BlockSpecs by kind of array. Without an axis among the programs' a block has all of it, of segments too."""
-  chunks, keys, values = along
-  place, G = places(p, along)[0], p.HV // p.H
+def specs(p: MatrixPlan, axes: Axes) -> dict[str, Any]:
+  """Returns BlockSpecs by kind of array.
+
+  If the grid does not run over an axis, a block spans the whole axis.
+  """
+  chunks, keys, values = axes
+  place, G = places(p, axes)[0], p.HV // p.H
   C, K, V = (
     p.C if chunks else p.N * p.C,
     p.k_tile * (1 if keys else p.NK),
@@ -237,43 +263,47 @@ def specs(p: Plan, along: Axes) -> dict[str, Any]:
     "head": spec((None, C, None), lambda x: (x.b, n(x), x.h)),
     "channel": spec((None, C, None, K), lambda x: (x.b, n(x), x.h, i(x))),
     "dhead": spec((None, None, C, None), lambda x: (i(x), x.b, n(x), x.h)),
-    "runs": spec((None, C), lambda x: (x.b, n(x))),
+    "document": spec((None, C), lambda x: (x.b, n(x))),
     "edges": spec((None, p.N + 1), lambda x: (x.b, 0)),
     "state": spec((None, None, K, V), lambda x: (x.b, x.h, i(x), j(x))),
-    "segment": spec((None, None, None, K, V), lambda x: (x.b, x.n, x.h, i(x), j(x))),
-    "kept": spec(
+    "split state": spec((None, None, None, K, V), lambda x: (x.b, x.n, x.h, i(x), j(x))),
+    "chunk_states": spec(
       (None, None, None if chunks else p.N // p.every, K, V), lambda x: (x.b, x.h, n(x), i(x), j(x))
     ),
-    "pairs": spec((None, None, every, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0)),
-    "two pairs": spec((None, None, every, 2, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0, 0)),
-    "four pairs": spec((None, None, every, 4, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0, 0)),
+    "scores": spec((None, None, every, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0)),
+    "two scores": spec((None, None, every, 2, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0, 0)),
+    "four scores": spec((None, None, every, 4, p.C, p.C), lambda x: (x.b, x.h, n(x), 0, 0, 0)),
   }
 
 
-Result = tuple[str, tuple[int, ...], Any]  # kind of block, shape and dtype
+Result = tuple[str, tuple[int, ...], Any]  # kind of block, shape, dtype
 
 
-def decayed_results(p: Plan, *dtypes) -> list[Result]:
-  """With one decay a channel, the keys that read from a state or write to one, of these dtypes."""
+def decayed_results(p: MatrixPlan, *dtypes) -> list[Result]:
+  """Returns the results that hold keys decayed per channel, as they read or write a state; none for
+  other gates.
+  """
   return [("dq", (p.B, p.T, p.HV, p.K), dtype) for dtype in dtypes] if p.gate == "channel" else []
 
 
-def start(
+def launch_plan(
   kernel: Callable,
-  p: Plan,
-  along: Axes,
+  p: MatrixPlan,
+  axes: Axes,
   name: str,
   kinds: Sequence[str],
   arrays: Sequence[Array | None],
   results: Sequence[Result],
 ) -> Sequence[Array]:
-  """Runs kernel(p=p) in a program for each place; `kinds` are those of the arrays' blocks."""
-  blocks = specs(p, along)
+  """Runs kernel(p=p) over the grid of `axes`; `kinds` are the kinds of the arrays' blocks, in the
+  same order.
+  """
+  blocks = specs(p, axes)
   return launch(
     functools.partial(kernel, p=p),
     arrays,
     name=name,
-    programs=places(p, along)[1],
+    programs=places(p, axes)[1],
     warps=p.warps,
     stages=p.stages,
     in_specs=[blocks[kind] for kind in kinds],
@@ -282,45 +312,60 @@ def start(
   )
 
 
-def key_cotangents(p: Plan, *arrays: Array) -> list[Result]:
-  """What gives the cotangents of arrays of keys [B T H K], of each value head where they are grouped, and dg."""
-  tall = (p.B, p.T, p.HV, p.K)
+def key_cotangents(p: MatrixPlan, *arrays: Array) -> list[Result]:
+  """Returns the results for cotangents of keys [B T H K] and of g.
+
+  Of grouped heads each value head has its own.
+  """
+  per_head = (p.B, p.T, p.HV, p.K)
   dg = {
     "none": [],
     "head": [("dhead", (p.NK, p.B, p.T, p.HV), f32)],
-    "channel": [("channel", tall, f32)],
+    "channel": [("channel", per_head, f32)],
   }[p.gate]
-  return [*(("dq", tall, f32 if p.HV > p.H else x.dtype) for x in arrays), *dg]
+  return [*(("dq", per_head, f32 if p.HV > p.H else x.dtype) for x in arrays), *dg]
 
 
-def gathered(p: Plan, found: Sequence[Array], count: int) -> tuple[Sequence[Array], Array | None]:
-  """Of what `key_cotangents` gives for so many arrays, their sums over grouped heads; and dg."""
+def sum_over_groups(
+  p: MatrixPlan, found: Sequence[Array], count: int
+) -> tuple[Sequence[Array], Array | None]:
+  """Returns the cotangents of `count` arrays of keys, summed over grouped heads, and dg."""
   keys, dg = found[:count], found[count:]
   if p.HV > p.H:
     keys = [x.reshape(p.B, p.T, p.H, -1, p.K).sum(3) for x in keys]
   return keys, (dg[0] if p.gate == "channel" else dg[0].sum(0) if dg else None)
 
 
-def documents(runs: Int[Array, "B T"], p: Plan) -> tuple[Int[Array, "B NC"], Int[Array, "B N1"]]:
-  """The document of each token of whole chunks, and of the token before each chunk and of the last one's last."""
-  padded = jnp.pad(runs, [(0, 0), (0, p.N * p.C - p.T)], mode="edge")
+def chunk_documents(
+  document: Int[Array, "B T"], p: MatrixPlan
+) -> tuple[Int[Array, "B N*C"], Int[Array, "B N+1"]]:
+  """Returns the document of each token, padded to whole chunks, and the documents at the chunks'
+  edges.
+
+  Edge n is the document of the token before chunk n; 0, the document that continues the initial
+  state, for n = 0.
+  """
+  padded = jnp.pad(document, [(0, 0), (0, p.N * p.C - p.T)], mode="edge")
   return padded, jnp.pad(padded[:, p.C - 1 :: p.C], [(0, 0), (1, 0)])
 
 
-def runs_of(p: Plan, runs_ref, edges_ref, n, at) -> Runs | None:
-  return Runs(runs_ref[at], edges_ref[n], edges_ref[n + 1]) if p.documents else None
+def document_of(p: MatrixPlan, document_ref, edges_ref, n, at) -> ChunkDocuments | None:
+  return ChunkDocuments(document_ref[at], edges_ref[n], edges_ref[n + 1]) if p.documents else None
 
 
-def in_segments(p: Plan) -> str:
-  """The end of the name of a kernel that goes through segments of time."""
-  return "_in_segments" if p.P > 1 else ""
+def split_suffix(p: MatrixPlan) -> str:
+  """Returns the end of the name of a kernel that goes through time splits."""
+  return "_in_splits" if p.P > 1 else ""
 
 
-def chunk_of(p: Plan, segment, m, reverse: bool = False):
-  """The number of the m-th chunk of a segment, in reverse from its end."""
-  return segment * p.span + (p.span - 1 - m if reverse else m)
+def chunk_of(p: MatrixPlan, split, m, reverse: bool = False):
+  """Returns the number of the m-th chunk of a split, counted from its end in reverse."""
+  return split * p.span + (p.span - 1 - m if reverse else m)
 
 
-def over(count: int, body, carry):
-  """The sum over so many tiles."""
+def loop_tiles(count: int, body, carry):
+  """Runs body(tile, carry) -> carry over `count` tiles.
+
+  One tile is not a loop, which saves registers.
+  """
   return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)

@@ -1,4 +1,6 @@
-"""The programs that the reports compile and model: of each family a training step, and one token of decoding."""
+"""Programs that the report compiles and models: a training step of each family, and one token of
+decoding.
+"""
 
 import functools
 import itertools
@@ -17,8 +19,8 @@ from lajax.pallas.dplr import decode as decode_dplr
 from lajax.pallas.dplr import dplr
 from lajax.pallas.dplr import plans as dplr_plans
 from lajax.pallas.dplr import supports as supports_dplr
-from lajax.pallas.linear_attention import attend, linear_attention, scores_apart
 from lajax.pallas.linear_attention import decode as decode_linear_attention
+from lajax.pallas.linear_attention import linear_attention, needs_scores_launch, scan_chunks
 from lajax.pallas.linear_recurrence import linear_recurrence
 from lajax.pallas.norm import gated_rms_norm
 from lajax.pallas.plan import LEAST, plan
@@ -26,31 +28,34 @@ from lajax.pallas.short_conv import short_conv
 
 GATES = ("none", "head", "channel")
 WIDTHS, DTYPES = (64, 128, 256), ("bfloat16", "float32")
-KERNELS = {  # of each family, in the order of their launches
+KERNELS = {  # kernels of each family, in the order of their launches
   "linear_attention": (
-    "linear_scores", "linear_summaries", "linear_outputs", "linear_outputs_in_segments", "linear_summaries_back",
-    "linear_cotangents", "linear_cotangents_in_segments", "linear_pairs", "linear_decode",
+    "linear_scores", "linear_summaries", "linear_outputs", "linear_outputs_in_splits",
+    "linear_summaries_back", "linear_cotangents", "linear_cotangents_in_splits",
+    "linear_key_gradients", "linear_decode",
   ),
   "delta_rule": (
-    "delta_solve", "delta_summaries", "delta_outputs", "delta_outputs_in_segments", "delta_states", "delta_states_in_segments",
-    "delta_reads", "delta_errors", "delta_summaries_back", "delta_cotangents", "delta_cotangents_in_segments", "delta_scores",
-    "delta_pairs", "delta_decode",
+    "delta_solve", "delta_summaries", "delta_outputs", "delta_outputs_in_splits", "delta_states",
+    "delta_states_in_splits", "delta_reads", "delta_recompute", "delta_summaries_back",
+    "delta_cotangents", "delta_cotangents_in_splits", "delta_scores", "delta_key_gradients",
+    "delta_decode",
   ),
   "dplr": (
-    "dplr_solve", "dplr_summaries", "dplr_outputs", "dplr_outputs_in_segments", "dplr_states", "dplr_states_in_segments",
-    "dplr_reads", "dplr_errors", "dplr_summaries_back", "dplr_cotangents", "dplr_cotangents_in_segments", "dplr_scores",
-    "dplr_pairs", "dplr_decode",
+    "dplr_solve", "dplr_summaries", "dplr_outputs", "dplr_outputs_in_splits", "dplr_states",
+    "dplr_states_in_splits", "dplr_reads", "dplr_recompute", "dplr_summaries_back",
+    "dplr_cotangents", "dplr_cotangents_in_splits", "dplr_scores", "dplr_key_gradients",
+    "dplr_decode",
   ),
   "attention": ("attention_forward", "attention_queries", "attention_keys"),
-  "linear_recurrence": ("recurrence_summaries", "recurrence_combine", "recurrence_replay", "recurrence_reverse"),
+  "linear_recurrence": (
+    "recurrence_summaries", "recurrence_combine", "recurrence_replay", "recurrence_reverse",
+  ),
   "short_conv": ("conv_forward", "conv_backward"),
   "gated_rms_norm": ("norm_forward", "norm_backward"),
 }  # fmt: skip
 GATED = ("linear_attention", "delta_rule", "dplr")
-FORWARD = {
-  "delta_rule": delta_rule_forward,
-  "dplr": dplr_forward,
-}  # of families with a triangular system
+# Modules of the families with a triangular system.
+FORWARD = {"delta_rule": delta_rule_forward, "dplr": dplr_forward}
 WITHOUT_PRODUCTS = (
   "linear_decode",
   "delta_decode",
@@ -70,7 +75,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-  """What is compiled: a family with one kind of gate, at one width and dtype."""
+  """Case that is compiled: a family with one kind of gate, at one width and dtype."""
 
   family: str
   gate: str
@@ -79,7 +84,7 @@ class Case(NamedTuple):
 
 
 class Program(NamedTuple):
-  """A function, the shapes it is called with, and which of them it may write into."""
+  """Function, the shapes it is called with, and the arguments it may write into."""
 
   call: Callable
   args: tuple
@@ -87,28 +92,26 @@ class Program(NamedTuple):
 
 
 def kernels(case: Case) -> tuple[str, ...]:
-  """Those of its family that a case has."""
+  """Returns the kernels of its family that a case launches."""
   q = jax.ShapeDtypeStruct((1, 1, 1, case.D), case.dtype)
   g = {"none": None, "head": jax.ShapeDtypeStruct((1, 1, 1), f32), "channel": q}[case.gate]
   p = plan(q, q, g, False, 1.0, q.dtype)
   left_out: tuple[str, ...] = ()
-  if case.family == "linear_attention" and not scores_apart(p):
+  if case.family == "linear_attention" and not needs_scores_launch(p):
     left_out = ("linear_scores",)
   forward = FORWARD.get(case.family)
   if forward is not None:
     own = case.family.removesuffix("_rule")
-    left_out = (f"{own}_states", f"{own}_reads") if forward.fits(p) else (f"{own}_outputs",)
+    left_out = (f"{own}_states", f"{own}_reads") if forward.outputs_fit(p) else (f"{own}_outputs",)
   cut = forward is None or case.D <= forward.WIDE
-  names = (
-    name for name in KERNELS[case.family] if name.removesuffix("_in_segments") not in left_out
-  )
+  names = (name for name in KERNELS[case.family] if name.removesuffix("_in_splits") not in left_out)
   return tuple(
-    name for name in names if cut or not ("summaries" in name or name.endswith("_in_segments"))
+    name for name in names if cut or not ("summaries" in name or name.endswith("_in_splits"))
   )
 
 
 def cases() -> Iterator[Case]:
-  """All that the report compiles: what the kernels take."""
+  """Yields all cases that the report compiles: those that the kernels take."""
   for family in KERNELS:
     gates = GATES if family in GATED else ("none",)
     for case in (Case(family, *axes) for axes in itertools.product(gates, WIDTHS, DTYPES)):
@@ -121,9 +124,12 @@ def cases() -> Iterator[Case]:
 def programs(
   family: str, gate: str, shape: Shape, dtype: str, array: Callable = jax.ShapeDtypeStruct
 ) -> dict[str, Program]:
-  """`forward`, `train` (forward and all gradients) and, where there are such, `decode`, `segments` and `whole` of a family.
+  """Returns the programs of a family by name.
 
-  `segments` and `whole`: what goes through time, cut where it is not in `train`, and not cut where it is.
+  * `forward`, and `train`: forward and all gradients.
+  * `decode`: one token, where there is such a kernel.
+  * `splits` or `whole`: the launches that go through time, with time splits where `train` has none,
+    without where it has.
 
   `array(shape, dtype)` makes an argument.
   """
@@ -160,7 +166,7 @@ def programs(
   }
   if family in THROUGH and (family not in FORWARD or D <= FORWARD[family].WIDE):
     cut = plan(q, q, g, False, 1.0, jnp.dtype(dtype)).P > 1
-    found["whole" if cut else "segments"] = Program(
+    found["whole" if cut else "splits"] = Program(
       functools.partial(THROUGH[family], 1 if cut else LEAST), args
     )
   if family == "linear_attention":
@@ -179,34 +185,37 @@ def programs(
 def _linear_through(P: int, q, k, v, g, state):
   p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=P)
   passes = (
-    attend(p, q, k, v, g, None, None, state, v, reverse, keep=True) for reverse in (False, True)
+    scan_chunks(p, q, k, v, g, None, None, state, v, reverse, keep_states=True)
+    for reverse in (False, True)
   )
   return tuple(passes)
 
 
 def _delta_through(P: int, q, k, v, beta, g, state):
   p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=P)
-  solved = delta_rule_forward.solve(p, q, k, beta, g, None, None)
-  o, last, _, matrices = delta_rule_forward.attend(
-    p, solved, v, beta, g, None, None, state, v, keep=True
+  system = delta_rule_forward.solve_chunks(p, q, k, beta, g, None, None)
+  o, last, _, transitions = delta_rule_forward.scan_chunks(
+    p, system, v, beta, g, None, None, state, v, keep_states=True
   )
-  readers, square = (solved.k_reader, solved.q_reader, solved.k_writer), solved.squares
+  readers, square = (system.k_reader, system.q_reader, system.k_writer), system.squares
   back = delta_rule_backward.carry_back(
-    p, *readers, o, v.astype(f32), beta, g, None, None, square, last, matrices
+    p, *readers, o, v.astype(f32), beta, g, None, None, square, last, transitions
   )
   return o, last, back
 
 
 def _dplr_through(P: int, q, k, v, a, b, g, state):
   p, p_back = (x._replace(P=P) for x in dplr_plans(q, v, g, q.dtype))
-  solved = dplr_forward.solve(p, q, a, b, k, g, None, None)
-  o, last, _, matrices = dplr_forward.attend(p, solved, v, g, None, None, state, v.dtype, keep=True)
+  system = dplr_forward.solve_chunks(p, q, a, b, k, g, None, None)
+  o, last, _, transitions = dplr_forward.scan_chunks(
+    p, system, v, g, None, None, state, v.dtype, keep_states=True
+  )
   readers, square = (
-    (solved.a_reader, solved.q_reader, solved.b_writer),
+    (system.a_reader, system.q_reader, system.b_writer),
     jnp.ones((p.B, p.HV, p_back.N, *2 * (p_back.C,))),
   )
   back = dplr_backward.carry_back(
-    p_back, *readers, o, v.astype(f32), g, None, None, square, last, matrices
+    p_back, *readers, o, v.astype(f32), g, None, None, square, last, transitions
   )
   return o, last, back
 
@@ -215,7 +224,7 @@ THROUGH = {
   "linear_attention": _linear_through,
   "delta_rule": _delta_through,
   "dplr": _dplr_through,
-}  # in P segments of time
+}  # the launches that go through time, in P splits
 
 
 def _train(call: Callable, count: int, *args):

@@ -1,14 +1,17 @@
-"""What the kernels are, without a GPU: `python -m lajax.pallas.report` writes docs/kernels.md and docs/kernels.json.
+"""Facts about the kernels without a GPU: `python -m lajax.pallas.report` writes docs/kernels.md and
+docs/kernels.json.
 
-Three tables. What the compiler makes of every kernel, on five architectures (`lajax.pallas.compiled`). What the kernels
-move and compute, and the time that this takes by a GPU's data sheet (`lajax.pallas.model`). The temporary memory of whole
-training steps of two layers on an H100. All are facts of compilation, or a model; none is a measurement. Compiles again the families
-whose kernels have changed: all of them take about an hour on two cores. Needs JAX 0.10 and `pip install -e ".[test]"`.
+Three tables: what the compiler makes of every kernel on five architectures
+(`lajax.pallas.compiled`); what the kernels move and compute, and the time that takes by a GPU's
+data sheet (`lajax.pallas.model`); the temporary memory of whole training steps of two layers on an
+H100. All are facts of compilation, or a model; none is a measurement.
+
+To compile all families takes about an hour on two cores. After a change of one family, name it:
+`--families dplr`. A bare `--families` compiles none and writes the tables again. Needs JAX 0.10 and
+`pip install -e ".[test]"`.
 """
 
 import argparse
-import ast
-import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -20,60 +23,16 @@ from lajax.pallas import compiled, model, programs
 from lajax.pallas.compiled import ARCHITECTURES, Facts
 from lajax.pallas.programs import KERNELS, Case, Shape
 
-FOLDER = pathlib.Path(__file__).parent
-DOCS = FOLDER.parents[1] / "docs"
-MODULES = {family: family for family in KERNELS} | {"gated_rms_norm": "norm"}
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 STEPS = {"layers": ("GatedDeltaNet", "KimiDeltaAttention"), "impls": ("chunked", "pallas")}
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 
 
-def fingerprint(family: str) -> str:
-  """A digest of the source of a family's kernels, without comments, docstrings and layout: its report belongs to them."""
-  digest = hashlib.sha256()
-  for path in sorted(_sources(FOLDER / f"{MODULES[family]}.py")):
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-      if (
-        isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
-        and ast.get_docstring(node, clean=False) is not None
-      ):
-        node.body = node.body[1:]
-    digest.update(_dump(tree).encode())
-  return digest.hexdigest()
-
-
-def _dump(node) -> str:
-  """As `ast.dump`, whose text differs between versions of Python: only fields that hold something, and none of types."""
-  if isinstance(node, list):
-    return f"[{','.join(map(_dump, node))}]"
-  if not isinstance(node, ast.AST):
-    return repr(node)
-  held = (
-    (name, value) for name, value in ast.iter_fields(node) if value is not None and value != []
-  )
-  return f"{type(node).__name__}({','.join(f'{name}={_dump(value)}' for name, value in held)})"
-
-
-def _sources(path: pathlib.Path) -> set[pathlib.Path]:
-  """This file of the package's kernels, and those that it imports."""
-  found, left = set(), {path}
-  while left:
-    path = left.pop()
-    found.add(path)
-    for node in ast.walk(ast.parse(path.read_text())):
-      if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("lajax.pallas"):
-        continue
-      module = (node.module or "").removeprefix("lajax.pallas").removeprefix(".")
-      names = [module] if module else [alias.name for alias in node.names]
-      left |= {FOLDER / f"{name}.py" for name in names} - found
-  return found
-
-
-# --- the model -------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 class Modelled(NamedTuple):
-  """One pass of a family at one shape: what its launches move over the least possible, and the time by data sheets."""
+  """Model of one pass of a family at one shape."""
 
   family: str
   gate: str
@@ -84,12 +43,13 @@ class Modelled(NamedTuple):
   dtype: str
   direction: str
   launches: int
-  moved: float  # over the least possible, each array of a launch once
+  moved: float  # bytes that the launches move, each array of a launch once, over the least possible
   operations: int
-  milliseconds: dict[str, float]  # by architecture
+  milliseconds: dict[str, float]  # by data sheets, per architecture
 
 
 def modelled(case: Case, shape: Shape) -> list[Modelled]:
+  """Returns the passes of a case: forward, forward with residuals where it differs, backward."""
   made = programs.programs(case.family, case.gate, shape, case.dtype)
   forward = model.launches(made["forward"].call, *made["forward"].args)
   both = model.launches(made["train"].call, *made["train"].args)
@@ -132,14 +92,14 @@ def modelled(case: Case, shape: Shape) -> list[Modelled]:
 
 
 class Figure(NamedTuple):
-  """A time that others have measured with their own kernels, in bfloat16: forward, and forward + backward, in ms."""
+  """Time that others have measured with their own kernels, in bfloat16."""
 
   architecture: str
   family: str
   gate: str
   shape: Shape
-  forward: float
-  both: float
+  forward: float  # milliseconds
+  both: float  # of forward and backward, milliseconds
   of: str
 
 
@@ -175,7 +135,7 @@ FIGURES = (
 )
 
 
-# --- the tables ------------------------------------------------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
@@ -188,7 +148,10 @@ def compiled_table(rows: Sequence[Facts]) -> str:
   cells: dict[tuple, dict[str, str]] = {}
   for row in rows:
     tensor = row.mma + row.wgmma + row.tcgen05
-    cell = f"{row.warps}w {row.registers}r {row.spills + row.stack}s {row.shared / 1024:.0f}K {tensor}t {row.blocks}b"
+    cell = (
+      f"{row.warps}w {row.registers}r {row.spills + row.stack}s {row.shared / 1024:.0f}K "
+      f"{tensor}t {row.blocks}b"
+    )
     cells.setdefault((row.family, row.kernel, row.gate, row.D, row.dtype), {})[row.architecture] = (
       cell
     )
@@ -251,39 +214,47 @@ def steps_table(rows: Sequence[dict]) -> str:
 def markdown(found: dict) -> str:
   return f"""# What the kernels are, without a GPU
 
-Made by `python -m lajax.pallas.report` (JAX 0.10). These are facts of compilation and a model, **not measurements**.
+Made by `python -m lajax.pallas.report` (JAX 0.10). These are facts of compilation and a model,
+**not measurements**.
 
 ## Compiled
 
-B = 4, T = 4096, 8 heads, K = V = D. In a cell: warps, registers a thread, bytes spilled and of stack, shared memory in
-KiB, tensor-core instructions, and blocks that one core (SM) holds at once.
+B = 4, T = 4096, 8 heads, K = V = D. In a cell: warps (w), registers per thread (r), bytes spilled
+and of stack (s), shared memory in KiB (K), tensor-core instructions (t), and blocks that one core
+(SM) holds at once (b).
 
 {compiled_table([Facts(**row) for row in found["kernels"]])}
 
 ## Bytes, operations, and the time of a roofline
 
-B = 4, T = 4096, 8 heads, K = V = D. Least: inputs and outputs of the pass once. Moved: each array of each launch once, as
-if what programs share stayed in the cache; a forward pass that will be differentiated also keeps the states of its chunks. ms: of each launch the longer of its bytes by the GPU's bandwidth and its operations by its tensor cores' rate, both from its data sheet. (Not of attention:
-how long its loops are depends on what is masked.)
+B = 4, T = 4096, 8 heads, K = V = D.
+
+* Least: the bytes of the inputs and outputs of the pass, each once.
+* Moved: the bytes of each array of each launch once, as if what programs share stayed in the cache.
+  A forward pass that will be differentiated also stores the states of its chunks.
+* ms: the sum over the launches of the longer of two times, that of the bytes at the GPU's bandwidth
+  and that of the operations at the rate of its tensor cores. Both rates are from its data sheet.
+
+Attention is left out: the length of its loops depends on what is masked.
 
 {model_table([Modelled(**row) for row in found["model"]])}
 
-The model beside what others measured with kernels of their own (bfloat16). No kernel reaches its roofline; the distance says
-how much room a measurement may take.
+The model beside what others measured with their own kernels (bfloat16). No kernel reaches its
+roofline: the distance is the room that a measurement may take.
 
 {found["figures"]}
 
 ## Whole training steps
 
-XLA's temporary memory in MiB, forward and backward of one layer with d_model 2048 in bfloat16, one row of T tokens, compiled
-for one H100.
+XLA's temporary memory in MiB for the forward and backward pass of one layer with d_model 2048 in
+bfloat16 and one row of T tokens, compiled for one H100.
 
 {steps_table(found["steps"])}
 """
 
 
 def as_json(found: dict) -> str:
-  """One line a row."""
+  """Returns JSON with one line per row."""
   lines = lambda rows: "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]"
   parts = {
     name: lines(value) if isinstance(value, list) else json.dumps(value)
@@ -301,26 +272,21 @@ def main() -> None:
   )
   parser.add_argument(
     "--families",
-    nargs="+",
+    nargs="*",
     choices=KERNELS,
-    help="compile these; default: those whose kernels changed",
+    help="compile these; none without a name; default: all",
   )
   parser.add_argument("--steps", action="store_true", help="compile the training steps again, too")
   args = parser.parse_args()
   path = args.docs / "kernels.json"
   found = json.loads(path.read_text()) if path.exists() else {}
-  digests = found.get("fingerprints", {})
-  changed = args.families or [
-    family for family in KERNELS if digests.get(family) != fingerprint(family)
-  ]
   cases = list(programs.cases())
-  for family in changed:
+  for family in KERNELS if args.families is None else args.families:
     print(f"compiling {family} ..", flush=True)
     rows = compiled.facts(ARCHITECTURES, [case for case in cases if case.family == family])
-    kept = [row for row in found.get("kernels", []) if row["family"] != family]
-    every = [*kept, *(row._asdict() for row in rows)]
+    others = [row for row in found.get("kernels", []) if row["family"] != family]
+    every = [*others, *(row._asdict() for row in rows)]
     found["kernels"] = sorted(every, key=lambda row: list(KERNELS).index(row["family"]))
-    found["fingerprints"] = found.get("fingerprints", {}) | {family: fingerprint(family)}
     path.write_text(as_json(found))
   modelled_cases = [case for case in cases if case.family != "attention"]
   found["model"] = [

@@ -1,4 +1,4 @@
-"""A state that one program has all keys of, as a list of tiles of K; so are the keys of a chunk."""
+"""States and keys of which one program holds all of K: lists of tiles of K."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,32 +8,41 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from lajax.pallas.plan import Plan
-from lajax.pallas.tiles import Products, both, give, inside, iota, take
+from lajax.pallas.plan import MatrixPlan
+from lajax.pallas.tiles import Products, inside, iota, load, store, tile_mask
 
 f32 = jnp.float32
 
 
-def decays(p: Plan, g_ref, at, tokens, *kinds: Callable[[Array], Array]) -> list[Array | float]:
-  """By token [C 1], of these kinds; 1 with one a channel, which keys and queries have in them."""
+def decays(
+  p: MatrixPlan, g_ref, at, tokens, *kinds: Callable[[Array], Array]
+) -> list[Array | float]:
+  """Returns decays [C 1] per token, one for each kind such as `tiles.from_start_per_head`.
+
+  They are 1 with decays per channel, which the keys and queries already contain.
+  """
   if p.gate != "head":
     return [1.0 for _ in kinds]
-  g = take(g_ref.at[at], tokens).astype(f32)
+  g = load(g_ref.at[at], tokens).astype(f32)
   return [kind(g)[:, None] for kind in kinds]
 
 
-def total_decay(p: Plan, g_ref, at, tokens, part) -> Array:
-  """Of a chunk and a tile of K, [] or [K 1]."""
+def total_decay(p: MatrixPlan, g_ref, at, tokens, part) -> Array:
+  """Returns the decay of a whole chunk for a tile of K, [] or [K 1]."""
   if p.gate == "none":
     return jnp.ones((), f32)
   if p.gate == "head":
-    return jnp.exp(jnp.sum(take(g_ref.at[at], tokens).astype(f32)))
+    return jnp.exp(jnp.sum(load(g_ref.at[at], tokens).astype(f32)))
   rows, keys = part
-  return jnp.exp(jnp.sum(take(g_ref.at[at, rows], both(tokens, keys)).astype(f32), axis=0))[:, None]
+  return jnp.exp(jnp.sum(load(g_ref.at[at, rows], tile_mask(tokens, keys)).astype(f32), axis=0))[
+    :, None
+  ]
 
 
-def parts_of(p: Plan, i: Array | int = 0) -> list[tuple[Any, Array | None]]:
-  """Where each part of the i-th tile of K is, or each tile of all of K, and which of its columns are keys."""
+def parts_of(p: MatrixPlan, i: Array | int = 0) -> list[tuple[Any, Array | None]]:
+  """Returns the slice and the mask of each piece of the i-th tile of K; of each tile of K where
+  there are no pieces.
+  """
   if p.k_part == 0:
     return [(pl.ds(i * p.k_tile, p.k_tile), p.keys(i)) for i in range(p.NK)]
   starts = range(0, p.k_tile, p.k_part)
@@ -41,39 +50,45 @@ def parts_of(p: Plan, i: Array | int = 0) -> list[tuple[Any, Array | None]]:
   return [(pl.ds(start, p.k_part), keys(start)) for start in starts]
 
 
-def take_parts(ref, at, rows: Array | None, parts) -> list[Array]:
-  """[rows K] of a ref, by tiles of K."""
-  return [take(ref.at[at, columns], both(rows, keys)) for columns, keys in parts]
+def load_parts(ref, at, rows: Array | None, parts) -> list[Array]:
+  """Loads tokens `at` of keys, by tiles of K."""
+  return [load(ref.at[at, columns], tile_mask(rows, keys)) for columns, keys in parts]
 
 
-def take_state(ref, parts, values: Array | None) -> list[Array]:
-  return [take(ref.at[rows, :], both(keys, values)) for rows, keys in parts]
+def load_state(ref, parts, values: Array | None) -> list[Array]:
+  return [load(ref.at[rows, :], tile_mask(keys, values)) for rows, keys in parts]
 
 
-def give_state(ref, S: list[Array], parts, values: Array | None, *at) -> None:
+def store_state(ref, S: list[Array], parts, values: Array | None, *at) -> None:
   for x, (rows, keys) in zip(S, parts, strict=True):
-    give(ref.at[(*at, rows, slice(None))], x, both(keys, values))
+    store(ref.at[(*at, rows, slice(None))], x, tile_mask(keys, values))
 
 
-def keep_state(p: Plan, ref, S: list[Array], parts, values: Array | None, n: Array) -> None:
-  """The state before chunk n, where that is one of those that are kept."""
+def store_chunk_state(
+  p: MatrixPlan, ref, S: list[Array], parts, values: Array | None, n: Array
+) -> None:
+  """Stores the state before chunk n, if n is a multiple of `p.every`."""
   if p.every > 1:
     wanted = jnp.full(p.v_tile, lax.rem(n, jnp.int32(p.every))) == 0
     values = wanted if values is None else wanted & values
-  give_state(ref, S, parts, values, lax.div(n, jnp.int32(p.every)))
+  store_state(ref, S, parts, values, lax.div(n, jnp.int32(p.every)))
 
 
-def identity_from(p: Plan, start: int, column: Array) -> list[Array]:
-  """A state of zeros in which the identity begins at that column, of which a tile has those of `column`."""
+def identity_from(p: MatrixPlan, start: int, column: Array) -> list[Array]:
+  """Returns the columns `column` of a state that holds the identity in columns `start` to start +
+  K, else zeros.
+  """
   rows = (i * p.k_tile + iota((p.k_tile, p.v_tile), 0) for i in range(p.NK))
   return [jnp.where(row == column[None, :] - start, 1.0, 0.0).astype(f32) for row in rows]
 
 
 def scores_of(product: Products, x: list[Array], y: list[Array]) -> Float[Array, "C C"]:
+  """Returns x y^T, by tiles of K."""
   return sum(product.inner(a, b) for a, b in zip(x[1:], y[1:], strict=True)) + product.inner(
     x[0], y[0]
   )
 
 
 def read_state(product: Products, x: list[Array], S: list[Array]) -> Float[Array, "C V"]:
+  """Returns x S, by tiles of K."""
   return sum(product(a, b) for a, b in zip(x[1:], S[1:], strict=True)) + product(x[0], S[0])

@@ -1,4 +1,4 @@
-"""Scores of any model on any task: no training, no checkout, no framework."""
+"""Scores of any model on any task: no training, no checkpoint, no framework."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from lajax._shapes import check, check_given, check_key, check_whole
+
 
 class Task(Protocol):
-  """What every task is once its sizes are given, as in `functools.partial(mqar, vocab_size=64, length=64, pairs=8)`."""
+  """A task with its sizes, as in `functools.partial(mqar, vocab_size=64, length=64, pairs=8)`."""
 
   def __call__(
     self, key: PRNGKeyArray, batch: int
@@ -24,7 +26,7 @@ class Score:
   Attributes:
     accuracy: share of the masked positions, over all rows, whose largest logit is the target.
     all_correct: share of the rows in which every masked position is right.
-    rows: number of rows the two are taken over.
+    rows: number of rows.
   """
 
   accuracy: float
@@ -42,39 +44,109 @@ def evaluate(
 ) -> Score:
   """Scores `model_fn` on fresh rows of `task`.
 
+      accuracy = (masked positions with argmax(logits) = target) / (masked positions)
+
   Args:
-    model_fn: any callable from tokens int32 [B L] to logits [B L V]; it need not be JAX's, NumPy arrays will do.
+    model_fn: any callable from tokens int32 [B L] to logits [B L V]. The logits may be a NumPy
+      array.
     task: a task with its sizes given, `task(key, batch) -> inputs, targets, mask`.
-    key: the random key of the rows; the same key gives the same rows. Default `jax.random.key(0)`.
+    key: random key of the rows; equal keys give equal rows. Default `jax.random.key(0)`.
     rows: number of rows, a multiple of `batch`.
-    batch: B, the rows of one call of `model_fn`.
+    batch: B, the number of rows per call of `model_fn`.
 
   Returns:
-    A `Score`: accuracy over the masked positions, and the share of rows that are wholly right.
+    A `Score`: accuracy over the masked positions, and the share of rows that are entirely right.
 
   Raises:
-    ValueError: `rows` is no positive multiple of `batch`, or the logits are not [B L V].
+    ValueError: `rows` is not a positive multiple of `batch`, `task` does not return B rows of
+      inputs, targets and mask or masks no position, or the logits are not [B L V].
   """
-  if batch < 1 or rows < 1 or rows % batch:
+  for name, f in (("model_fn", model_fn), ("task", task)):
+    if not callable(f):
+      raise ValueError(f"`{name}` must be a callable; got {type(f).__name__}.")
+  batch, rows = check_whole("batch", batch), check_whole("rows", rows)
+  if rows % batch:
     raise ValueError(
       f"`rows` must be a positive multiple of `batch`; got rows={rows}, batch={batch}."
     )
+  if key is not None:
+    check_key("key", key)
   keys = jax.random.split(jax.random.key(0) if key is None else key, rows // batch)
   hits = asked = whole = 0
   for one in keys:
-    inputs, targets, mask = task(one, batch)
-    logits = jnp.asarray(model_fn(inputs))
-    if logits.ndim != 3 or logits.shape[:2] != inputs.shape:
+    inputs, targets, mask = _rows_of(task, one, batch)
+    logits = model_fn(inputs)
+    if isinstance(logits, tuple | list) or not hasattr(logits, "shape"):
       raise ValueError(
-        f"`model_fn` must return logits [B L V] with [B L] = {inputs.shape}; got {logits.shape}."
+        f"`model_fn` must return one array of logits [B L V]; got {type(logits).__name__}. "
+        "Of a model that also returns a state, pass `lambda tokens: model(tokens)[0]`."
       )
-    counts = count_hits(logits.argmax(-1), targets, mask)
+    if logits.ndim != 3 or logits.shape[:2] != inputs.shape or logits.shape[2] == 0:
+      raise ValueError(
+        f"`model_fn` must return logits [B L V] with [B L] = {tuple(inputs.shape)}; "
+        f"got {tuple(logits.shape)}."
+      )
+    counts = count_hits(jnp.asarray(logits).argmax(-1), targets, mask)
     hits, asked, whole = hits + int(counts[0]), asked + int(counts[1]), whole + int(counts[2])
-  return Score(accuracy=hits / max(asked, 1), all_correct=whole / rows, rows=rows)
+  if not asked:
+    raise ValueError(
+      f"`task` must mask at least one position as True; got none in {rows} rows. "
+      "`mask` is True at the positions that are scored."
+    )
+  return Score(accuracy=hits / asked, all_correct=whole / rows, rows=rows)
+
+
+def _rows_of(task: Task, key, batch: int):
+  result = task(key, batch)
+  parts = result if isinstance(result, tuple | list) else (result,)
+  kinds = [jnp.integer, jnp.integer, jnp.bool_]
+  right = len(parts) == 3 and all(
+    hasattr(x, "shape") and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, kind)
+    for x, kind in zip(parts, kinds, strict=True)
+  )
+  shape = parts[0].shape if right else ()
+  if len(shape) != 2 or shape[0] != batch or any(x.shape != shape for x in parts):
+    got = ", ".join(map(_described, parts))
+    raise ValueError(
+      "`task` must return inputs int32 [B L], targets int32 [B L] and mask bool [B L] "
+      f"with B = {batch} = `batch`; got {got}."
+    )
+  return tuple(map(jnp.asarray, parts))
+
+
+def _described(x) -> str:
+  is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+  return f"{x.dtype} {tuple(x.shape)}" if is_array else type(x).__name__
+
+
+def count_hits(
+  answers: Int[Array, "B P"], targets: Int[Array, "B P"], mask: Bool[Array, "B P"]
+) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
+  """Counts right answers.
+
+      hits = sum(mask and answers = targets)
+
+  Args:
+    answers: int [B P], the tokens that a model answers with.
+    targets: int [B P], the right tokens.
+    mask: bool [B P], True at the positions that are scored.
+
+  Returns:
+    Three int32 scalars: masked positions with the right answer, masked positions, rows without a
+      wrong answer.
+
+  Raises:
+    ValueError: the arrays are not int, int and bool of one shape [B P].
+  """
+  given = {"answers": (answers, "B P", "int"), "targets": (targets, "B P", "int")}
+  given["mask"] = (mask, "B P", "bool")
+  check_given(**given)
+  check(**given)
+  return _count_hits(answers, targets, mask)
 
 
 @jax.jit
-def count_hits(answers: Int[Array, "B P"], targets: Int[Array, "B P"], mask: Bool[Array, "B P"]):
-  """Masked positions answered rightly, masked positions, and rows without a wrong answer: three int32 scalars."""
+def _count_hits(answers, targets, mask):
   right = answers == targets
-  return (right & mask).sum(), mask.sum(), (right | ~mask).all(-1).sum()
+  counts = (right & mask).sum(), mask.sum(), (right | ~mask).all(-1).sum()
+  return tuple(x.astype(jnp.int32) for x in counts)

@@ -4,20 +4,25 @@ A row of length L over a vocabulary of V tokens (0 is blank, keys 1 … V/2-1, v
 
     k1 v1 k2 v2 … kK vK │ slot 0 │ slot 1 │ … │ slot (L-2K)/2 - 1
 
-Every slot holds two tokens. K distinct slots are drawn, one after the other and in the order of the keys, with probability
-proportional to (slot + 1)^(power - 1); the i-th drawn slot begins with key i, and the target AT that position is value i.
-The answer is never written, and everything else is filler.
+Every slot holds two tokens. K distinct slots are drawn one after the other, in the order of the
+keys, with probability proportional to (slot + 1)^(power - 1). The i-th drawn slot begins with key
+i, and the target AT that position is value i. The answer is never written in the inputs. All other
+tokens are filler.
 
-Arora, Eyuboglu, Timalsina, Johnson, Poli, Zou, Rudra, Ré, "Zoology: Measuring and Improving Recall in Efficient Language
-Models", ICLR 2024, arXiv:2312.04927, algorithm 1 and appendix E; the distribution is that of its public generator, except
-that here the whole row, filler included, is a function of the key.
+Arora, Eyuboglu, Timalsina, Johnson, Poli, Zou, Rudra, Ré, "Zoology: Measuring and Improving Recall
+in Efficient Language Models", ICLR 2024, arXiv:2312.04927, algorithm 1 and appendix E. The
+distribution is that of the public generator; here the whole row, filler included, is a function of
+the random key.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PRNGKeyArray
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from lajax._shapes import check_key, check_number, check_whole
 
 FILLERS = ("zeros", "noise")
 
@@ -30,103 +35,129 @@ def mqar(
   length: int,
   pairs: int,
   filler: str = "zeros",
-  power: float = 0.01,
+  power: float | Float[Array, ""] = 0.01,
 ) -> tuple[Int[Array, "B L"], Int[Array, "B L"], Bool[Array, "B L"]]:
-  """Rows of multi-query associative recall, made on the fly: a pure function of `key`, compiled once per shape.
+  """Makes rows of multi-query associative recall.
 
-  Row i is the same whatever `batch` is, so a larger batch continues a smaller one.
+  The rows are a pure function of `key`. Row i does not depend on `batch`, so a larger batch
+  continues a smaller one. A new `batch`, `length`, `pairs` or `filler` compiles anew.
 
   Args:
     key: a JAX random key.
     batch: B, the number of rows.
     vocab_size: V; the keys are 1 … V//2-1, the values V//2 … V-1, 0 is blank.
     length: L, even, at least 4 `pairs`.
-    pairs: K, the number of key-value pairs, and of queries, in a row.
-    filler: what fills the rest: "zeros" (blanks; figure 2 of Zoology) or "noise" (uniform over the whole vocabulary, so it
-      may repeat a key or a value without asking for it; figure 2 of Based, arXiv:2402.18668).
-    power: a in the slots' probability ∝ (slot + 1)^(a - 1): 1 is uniform, the default 0.01 nearly 1 / (slot + 1).
+    pairs: K, the number of key-value pairs per row, and of queries per row.
+    filler: content of the other positions: "zeros" (blanks; figure 2 of Zoology) or "noise"
+      (uniform over the whole vocabulary; figure 2 of Based, arXiv:2402.18668). Noise may repeat a
+      key or a value; such a token is not a query.
+    power: a in the probability of slots ∝ (slot + 1)^(a - 1), at most 1e6 in absolute value: 1 is
+      uniform, the default 0.01 is nearly 1 / (slot + 1).
 
   Returns:
-    inputs int32 [B L], targets int32 [B L] (0 where not asked), mask bool [B L] (True at the K queries of each row).
+    inputs int32 [B L], targets int32 [B L] (0 at positions without a query), mask bool [B L] (True
+    at the K queries of each row).
 
   Raises:
-    ValueError: the row cannot be laid out (odd L, 4K > L), the vocabulary has too few keys or values, unknown filler.
+    ValueError: a size is not a whole number of at least 1, the row cannot be laid out (L is odd or
+      less than 4K), the vocabulary has too few keys, or `filler`, `power` or `key` is wrong.
   """
-  check_mqar(vocab_size=vocab_size, length=length, pairs=pairs, filler=filler)
-  return _rows(key, batch, vocab_size, length, pairs, filler, power)
+  check_key("key", key)
+  batch = check_whole("batch", batch)
+  check_mqar(vocab_size=vocab_size, length=length, pairs=pairs, filler=filler, power=power)
+  # As Python numbers: equal sizes of other types share one compilation.
+  return _rows(key, batch, int(length), int(pairs), filler, int(vocab_size), power)
 
 
 def mqar_chance(*, pairs: int) -> float:
-  """Accuracy of a reader that knows the row's values but not which key each belongs to: 1 / K."""
-  return 1 / pairs
+  """Returns the accuracy of a reader that knows the row's values but not their keys: 1 / K.
+
+  Args:
+    pairs: K, the number of key-value pairs per row.
+  """
+  return 1 / check_whole("pairs", pairs)
 
 
-def check_mqar(*, vocab_size: int, length: int, pairs: int, filler: str = "zeros") -> None:
-  """ValueError, in one line, where no row of these sizes exists."""
-  if pairs < 1:
-    raise ValueError(f"`pairs` must be at least 1; got {pairs}.")
+def check_mqar(
+  *,
+  vocab_size: int,
+  length: int,
+  pairs: int,
+  filler: str = "zeros",
+  power: float | Float[Array, ""] = 0.01,
+) -> None:
+  """Raises a ValueError if `mqar`, whose arguments these are, makes no such rows."""
+  vocab_size = check_whole("vocab_size", vocab_size, 0)
+  length = check_whole("length", length)
+  pairs = check_whole("pairs", pairs)
+  if not isinstance(power, Tracer):
+    check_number("power", power, -1e6, 1e6)  # (power - 1) log(slot + 1) must be finite in float32
   if length % 2:
     raise ValueError(
-      f"`length` must be even, for a slot is two tokens; got {length}. Use {length + 1}."
+      f"`length` must be even, since a slot is two tokens; got {length}. Use {length + 1}."
     )
   if 4 * pairs > length:
     raise ValueError(
-      f"4 * pairs must be at most `length`, two tokens a pair and two a query; got 4 * {pairs} > {length}. "
+      f"4 * pairs must be at most `length`: a pair takes two tokens, and a query two; "
+      f"got 4 * {pairs} > {length}. "
       f"Use at most {length // 4} pairs, or a length of at least {4 * pairs}."
     )
-  keys = vocab_size // 2 - 1  # as many as values, less the blank
+  keys = vocab_size // 2 - 1  # the values are as many, and one more: no value is blank
   if keys < pairs:
     raise ValueError(
-      f"`vocab_size` is too small: {vocab_size} gives {max(keys, 0)} keys (1 … vocab_size // 2 - 1) for {pairs} distinct "
-      f"ones. Use at least {2 * pairs + 2}."
+      f"`vocab_size` is too small: {vocab_size} gives {max(keys, 0)} keys "
+      f"(1 … vocab_size // 2 - 1) for {pairs} distinct ones. Use at least {2 * pairs + 2}."
     )
-  if filler not in FILLERS:
+  if not isinstance(filler, str) or filler not in FILLERS:
     raise ValueError(f"`filler` must be one of {', '.join(FILLERS)}; got {filler!r}.")
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _rows(key, batch, vocab_size, length, pairs, filler, power):
-  # One block of random bits for everything: a threefry call costs more to compile than all that is made of it.
-  half, slots, noise = (
-    vocab_size // 2,
-    (length - 2 * pairs) // 2,
-    length if filler == "noise" else 0,
-  )
+# The vocabulary and the power are traced: other values of them need no other compilation.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _rows(key, batch, length, pairs, filler, vocab_size, power):
+  half, slots = vocab_size // 2, (length - 2 * pairs) // 2
+  noise = length if filler == "noise" else 0
+  # One call makes all random bits: a threefry call costs more to compile than all of the rest.
   bits = jax.random.bits(key, (batch, 2 * pairs + slots + noise), jnp.uint32)
-  of_keys, of_values, of_slots, of_filler = jnp.split(
-    bits, (pairs, 2 * pairs, 2 * pairs + slots), axis=1
-  )
+  ends = (pairs, 2 * pairs, 2 * pairs + slots)
+  of_keys, of_values, of_slots, of_filler = jnp.split(bits, ends, axis=1)
   keys = 1 + _distinct(of_keys, half - 1)
   values = half + _distinct(of_values, vocab_size - half)
-  drawn = _power_law(of_slots, pairs, power)[:, :, None] == jnp.arange(slots)  # [B K slots]
+  drawn = (
+    _power_law(of_slots, pairs, power)[:, :, None] == jnp.arange(slots)[None, None]
+  )  # [B K slots]
 
-  # A slot's second token is never asked; a scatter of the K queries would compile slower than these sums.
-  read = lambda x: jnp.pad(_pairs((drawn * x[:, :, None]).sum(1), 0), ((0, 0), (2 * pairs, 0)))
-  written = jnp.pad(_pairs(keys, values), ((0, 0), (0, length - 2 * pairs)))
-  inputs, targets = written + read(keys), read(values)
+  # A slot's second token is never a query. These sums compile faster than a scatter of queries.
+  def in_slots(x):
+    first = jnp.where(drawn, x[:, :, None], 0).sum(1, dtype=jnp.int32)
+    return jnp.pad(_interleave(first), ((0, 0), (2 * pairs, 0)))
+
+  written = jnp.pad(_interleave(keys, values), ((0, 0), (0, length - 2 * pairs)))
+  inputs, targets = written + in_slots(keys), in_slots(values)
   if noise:
     inputs = jnp.where(inputs == 0, _below(of_filler, vocab_size), inputs)
   return inputs, targets, targets > 0
 
 
-def _pairs(first, second):
-  """[B 2N] from [B N] and [B N], alternately."""
+def _interleave(first, second=0):
+  """Joins [B N] and [B N] to [B 2N], alternately."""
   return jnp.stack([first, jnp.broadcast_to(second, first.shape)], -1).reshape(len(first), -1)
 
 
 def _below(bits, bound):
-  """Uniform numbers of 0 … bound-1; the remainder's bias is below bound / 2^32."""
+  """Makes uniform numbers of 0 … bound-1. The bias of the remainder is below bound / 2^32."""
   return (bits % jnp.asarray(bound, jnp.uint32)).astype(jnp.int32)
 
 
-def _distinct(bits, size: int):
-  """[B K] different numbers of 0 … size-1, every ordered choice equally likely, in work that does not grow with `size`.
+def _distinct(bits, size):
+  """Draws [B K] different numbers of 0 … size-1, every ordered choice equally likely.
 
-  Draw i names one of the size - i numbers that are left, by its rank among them (a Lehmer code). Putting the earlier draws
-  back, the latest first, turns ranks into numbers: what stood at or above a number that is put back moves up by one.
+  Draw i names one of the size - i numbers that are left, by its rank among them (a Lehmer code).
+  The earlier draws are then put back, the latest first. This turns ranks into numbers: a number at
+  or above the one put back moves up by one.
   """
   count = bits.shape[1]
-  order = jnp.arange(count)
+  order = jnp.arange(count)[None]
   rank = _below(bits, size - order)
 
   def put_back(i, number):
@@ -137,10 +168,12 @@ def _distinct(bits, size: int):
 
 
 def _power_law(bits, count: int, power):
-  """[B count] different slots, drawn one after the other with probability ∝ (slot + 1)^(power - 1) among those left.
+  """Draws [B count] different slots, one after the other among those left.
 
-  The largest values of log p + Gumbel noise, from the largest down, are exactly such draws in their order.
+  The probability of a slot is proportional to (slot + 1)^(power - 1). The largest values of log p +
+  Gumbel noise, from the largest down, are exactly such draws in their order.
   """
   uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # never 0 or 1
-  log_p = (power - 1) * jnp.log(jnp.arange(1, bits.shape[1] + 1, dtype=jnp.float32))
-  return jax.lax.top_k(log_p - jnp.log(-jnp.log(uniform)), count)[1]
+  slots = jnp.arange(1, bits.shape[1] + 1, dtype=jnp.float32)
+  log_p = (jnp.asarray(power, jnp.float32) - 1) * jnp.log(slots)
+  return jax.lax.top_k(log_p[None] - jnp.log(-jnp.log(uniform)), count)[1]

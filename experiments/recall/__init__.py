@@ -1,0 +1,1 @@
+"""Parts of `mqar.py`: mixers, published presets, plan of runs, training, tables and figures."""

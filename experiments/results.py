@@ -1,0 +1,77 @@
+"""Files of results: one JSON object per run, with its whole configuration; figures."""
+
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform
+from collections.abc import Callable, Iterable
+
+import jax
+
+PACKAGES = ("lajax", "jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def versions() -> dict[str, str]:
+  """Versions of Python and of the packages, and the kind of device."""
+  found = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
+  for package in PACKAGES:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      found[package] = "not installed"
+  return found
+
+
+def read(path: pathlib.Path) -> list[dict]:
+  """Returns the JSON objects of a file, in order. Skips other lines, such as interrupted ones."""
+  if not path.exists():
+    return []
+  lines = []
+  for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+      line = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+      continue
+    if isinstance(line, dict):
+      lines.append(line)
+  return lines
+
+
+def append(path: pathlib.Path, line: dict) -> None:
+  """Adds a line. After an interrupted one, the new line still begins on a line of its own."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  cut_off = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+  with path.open("a", encoding="utf-8") as file:
+    file.write("\n" * cut_off + json.dumps(line, allow_nan=False) + "\n")
+
+
+def write(path: pathlib.Path, lines: Iterable[dict]) -> None:
+  """Writes a whole file of lines, in place of an earlier one."""
+  text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+  replace(path, lambda new: new.write_text(text, encoding="utf-8"))
+
+
+def save(figure, path: pathlib.Path) -> None:
+  """Writes a matplotlib figure as PNG, in place of an earlier one."""
+  replace(path, lambda new: figure.savefig(new, dpi=150, format="png"))
+
+
+def replace(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> None:
+  """Lets `make` write a file, then renames it to `path`, which never holds half of it."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  new = path.with_name(f".{path.name}.{os.getpid()}")
+  try:
+    make(new)
+    os.replace(new, path)
+  finally:
+    new.unlink(missing_ok=True)
+
+
+def has_numbers(line: dict, names: Iterable) -> bool:
+  """Returns whether a line has a finite number under each of these names."""
+  values = [line.get(name) for name in names]
+  return all(
+    isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in values
+  )
