@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from lajax._numerics import NEGLIGIBLE
-from lajax._shapes import check_flag, check_whole
+from lajax._shapes import check_flag, check_number, check_whole
 from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated, key_heads
 from lajax.layers.parameters import aligned, promoted, widen
 from lajax.layers.state import CallDocuments
@@ -69,6 +69,7 @@ class ForgettingAttention(CachedMixer):
     H, K = check_whole("num_heads", num_heads), check_whole("head_dim", head_dim)
     HK = key_heads(H, num_kv_heads)
     self.max_length = check_whole("max_length", max_length)
+    check_number("norm_eps", norm_eps, 0)
     check_flag("qk_norm", qk_norm)
     check_flag("output_gate", output_gate)
     projections = {"q": (H, K), "k": (HK, K), "v": (HK, K), "f": (H,)}

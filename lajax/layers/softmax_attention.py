@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_flag, check_positive, check_whole
+from lajax._shapes import check_flag, check_number, check_positive, check_whole
 from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated, key_heads
 from lajax.layers.parameters import check_rotary, rotate, widen
 from lajax.layers.state import CallDocuments
@@ -71,6 +71,7 @@ class SoftmaxAttention(CachedMixer):
     self.window = check_positive("window", window)
     self.max_length = check_whole("max_length", max_length)
     check_rotary(rope_theta, head_dim)
+    check_number("norm_eps", norm_eps, 0)
     check_flag("qk_norm", qk_norm)
     check_flag("output_gate", output_gate)
     check_flag("sink", sink)
