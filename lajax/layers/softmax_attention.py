@@ -1,4 +1,4 @@
-"""Softmax attention with a key-value cache: the baseline of the linear mixers, and their partner in hybrid models."""
+"""Softmax attention with a key-value cache: the baseline, and the partner in hybrid models."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,9 +25,9 @@ class SoftmaxAttention(CachedMixer):
     d_model: D.
     num_heads: H, of the queries.
     head_dim: K.
-    num_kv_heads: HK, of the keys and values, a divisor of H; None for H. (1: multi-query attention.)
+    num_kv_heads: HK, of the keys and values, a divisor of H; None for H; 1 is multi-query.
     window: how many of the last tokens, itself included, a token reads; None for all.
-    max_length: tokens of a document that the cache holds; a first call with more makes room for them.
+    max_length: tokens of a document that the cache holds; a longer first call makes room for all.
     rope_theta: base of rotary positions, counted from each document's start; None for none.
     qk_norm: RMSNorm on the queries and keys of each head.
     output_gate: multiply the outputs by sigmoid(x W_g).
