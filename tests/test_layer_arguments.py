@@ -134,9 +134,14 @@ def test_wrong_arguments_of_a_call(case):
 # --- strict flags ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in EACH])
 @pytest.mark.parametrize(
-  "options", [{}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}], ids=str
+  "options",
+  [
+    pytest.param({}, id="float32"),
+    pytest.param({"param_dtype": jnp.bfloat16}, id="bfloat16"),
+    pytest.param({"dtype": jnp.bfloat16}, id="computation", marks=pytest.mark.slow),
+  ],
 )
 def test_strict_promotion(case, options):
   """Calls and gradients trace where JAX promotes no rank and no dtype: float32, and bfloat16 in two ways."""
@@ -145,16 +150,18 @@ def test_strict_promotion(case, options):
   x = jax.ShapeDtypeStruct((2, 3, D), dtype)
   ids = np.zeros((2, 3), np.int32)
 
-  def step(params, x, state):
+  def step(params, x):
     def loss(params, x):
-      y, after = nnx.merge(graph, params)(x, state, segment_ids=ids)
-      return y.astype(jnp.float32).sum(), (y, after)
+      layer = nnx.merge(graph, params)
+      _, state = layer(x)
+      y, after = layer(x, state, segment_ids=ids)
+      return y.astype(jnp.float32).sum(), (y, state, after)
 
     return jax.grad(loss, (0, 1), has_aux=True)(params, x)
 
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    _, (y, *states) = jax.eval_shape(step, params, x)
     state = jax.eval_shape(lambda p: nnx.merge(graph, p).init_state(2, dtype=dtype), params)
-    for before in (None, state):
-      _, (y, after) = jax.eval_shape(step, params, x, before)
-      assert y.dtype == dtype
-      assert jax.tree.map(lambda s: s.dtype, after) == jax.tree.map(lambda s: s.dtype, state)
+  assert y.dtype == dtype
+  for found in states:
+    assert jax.tree.map(lambda s: s.dtype, found) == jax.tree.map(lambda s: s.dtype, state)
