@@ -40,13 +40,22 @@ WRONG_BY_NAME = {
 }
 
 
+def parameters(layer) -> dict[str, inspect.Parameter]:
+  return dict(list(inspect.signature(layer.__init__).parameters.items())[1:])
+
+
 def options_of(layer) -> dict[str, tuple]:
   """Wrong values for every option."""
   found = {}
-  for name, option in inspect.signature(layer).parameters.items():
+  for name, option in parameters(layer).items():
     kind = inspect.formatannotation(option.annotation)
     found[name] = WRONG_BY_NAME.get(name) or WRONG[kind]
   return found
+
+
+def made(layer, *sizes, **options):
+  """A layer that is traced only; the random streams begin inside the trace."""
+  return nnx.eval_shape(lambda: layer(*sizes, **({"rngs": nnx.Rngs(0)} | options)))
 
 
 def refusal(make) -> str | None:
@@ -63,20 +72,18 @@ def refusal(make) -> str | None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_wrong_options(name):
   layer, unclear = CLASSES[name], []
-  width = next(iter(inspect.signature(layer).parameters))
+  width = next(iter(parameters(layer)))
   for option, values in options_of(layer).items():
     for value in values:
-      given = {width: D, "rngs": nnx.Rngs(0)} | {option: value}
-      message = refusal(lambda given=given: nnx.eval_shape(lambda: layer(**given)))
+      given = {width: D, option: value}
+      message = refusal(lambda given=given: made(layer, **given))
       if message is None or f"`{option}`" not in message or "; got" not in message:
         unclear.append((option, value, message))
   assert not unclear
 
 
 def test_messages_name_what_is_wrong_between_options():
-  make = lambda layer, *sizes, **options: refusal(
-    lambda: nnx.eval_shape(lambda: layer(D, *sizes, **options, rngs=nnx.Rngs(0)))
-  )
+  make = lambda layer, *sizes, **options: refusal(lambda: made(layer, D, *sizes, **options))
   for message, words in [
     (make(L.SoftmaxAttention, 4, 8, num_kv_heads=3), "`num_kv_heads` must divide num_heads = 4; got 3"),
     (make(L.SoftmaxAttention, 2, 7, rope_theta=1e4), "`head_dim` must be even"),

@@ -142,7 +142,7 @@ def test_the_message_names_shapes_letters_and_remedy():
   state = layer.init_state(2)
   with pytest.raises(ValueError, match=r"`state.conv\['q'\]` must be \[B W-1 D\] = \(2, 3, 16\)"):
     layer(x, state._replace(conv=state.conv | {"q": jnp.zeros((2, 3, 8))}))
-  with pytest.raises(ValueError, match=r"`state.conv` must be a dict .* keys q, k, v; got \['q'\]"):
+  with pytest.raises(ValueError, match=r"`state.conv` must be a dict .* keys k, q, v; got \['q'\]"):
     layer(x, state._replace(conv={"q": jnp.zeros((2, 3, 16))}))
   with pytest.raises(
     ValueError, match=r"`state` must be a LayerState, .*init_state\(2\).*got tuple"

@@ -26,7 +26,7 @@ def run(graph, ids, arrays, cts):
       return layer(*arrays)
     x, cache = arrays
     documents = follow(layer.init_state(x.shape[0])._replace(conv=cache), x.shape[:2], ids)
-    return layer.convolve(documents.only_real(x), cache, documents)
+    return layer.convolve(documents.blank_padding(x), cache, documents)
 
   out, pull = jax.vjp(f, *arrays)
   return out, pull(jax.tree.map(lambda ct, x: ct.astype(x.dtype), cts, out))
