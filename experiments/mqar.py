@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def prepare(arguments: Sequence[str]) -> tuple[Config, list[Run]]:
-  """Returns the configuration and its runs, once device and folder are ready. An error is one line."""
+  """Returns the configuration and its runs; device and folder are ready. An error is one line."""
   config = parse(arguments)
   try:
     runs = plan(config)

@@ -10,14 +10,16 @@ ARITHMETIC = ("add", "sub", "mul", "add_any")
 SUMS = ("reduce_sum", "cumsum")
 
 
-def operations(program: Jaxpr) -> int:
+def operations(program: Jaxpr | ClosedJaxpr) -> int:
   """Counts multiplications and additions of floats: 2 M K N for a product of [M K] and [K N].
 
   The body of a loop counts as often as it runs, a branch as much as its dearest side.
   """
+  if isinstance(program, ClosedJaxpr):
+    program = program.jaxpr
   if not isinstance(program, Jaxpr):
     raise ValueError(
-      f"`program` must be a Jaxpr, as jax.make_jaxpr(f)(x).jaxpr is; got {type(program).__name__}."
+      f"`program` must be a Jaxpr, as jax.make_jaxpr(f)(x) is; got {type(program).__name__}."
     )
   return sum(_operations_of(eqn) for eqn in program.eqns)
 

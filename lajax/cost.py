@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._arguments import describe, whole_number
 from lajax._operations import operations
+from lajax._shapes import check_flag, check_whole
 
 STEP = 1024  # tokens between the programs from which the work of a first call is computed
 
@@ -34,11 +34,11 @@ class Size:
   def bytes_in(self, dtype) -> int:
     """Returns the bytes of as many numbers in another dtype."""
     try:
-      width = jnp.dtype(dtype).itemsize if dtype is not None else 0
+      width = 0 if dtype is None else jnp.dtype(dtype).itemsize
     except TypeError:
       width = 0
     if not width:
-      raise ValueError(f"`dtype` must be a dtype, such as jnp.bfloat16; got {describe(dtype)}.")
+      raise ValueError(f"`dtype` must be a dtype, such as jnp.bfloat16; got {dtype!r}.")
     return self.numbers * width
 
 
@@ -97,12 +97,11 @@ def cost(
     ValueError: `length` or `batch` is not a whole number of at least 1, or `layers` is not a layer
       or a sequence of at least one.
   """
-  length, batch = whole_number("length", length), whole_number("batch", batch)
-  if not isinstance(prefill, bool):
-    raise ValueError(f"`prefill` must be True or False; got {describe(prefill)}.")
+  length, batch = check_whole("length", length), check_whole("batch", batch)
+  prefill = check_flag("prefill", prefill)
   stack = [layers] if isinstance(layers, nnx.Module) else layers
   if not isinstance(stack, Sequence | nnx.List) or isinstance(stack, str) or not len(stack):
-    got = "none" if isinstance(stack, Sequence) and not len(stack) else describe(layers)
+    got = "none" if isinstance(stack, Sequence) and not len(stack) else type(layers).__name__
     raise ValueError(
       "`layers` must be a layer or a sequence of at least one; "
       f"got {got}. Pass the layers of a model."
@@ -124,7 +123,7 @@ def cost(
 def parameters(layer: nnx.Module) -> int:
   """Returns the number of parameters of a layer, or of any module."""
   if not isinstance(layer, nnx.Module):
-    raise ValueError(f"`layer` must be an nnx.Module; got {describe(layer)}.")
+    raise ValueError(f"`layer` must be an nnx.Module; got {type(layer).__name__}.")
   return sum(p.size for p in jax.tree.leaves(nnx.state(layer, nnx.Param)))
 
 
@@ -134,7 +133,7 @@ def memory(layer: nnx.Module, length: int, *, batch: int = 1) -> Cost:
   The two counters per row of a state are left out.
   """
   _check_layer(layer)
-  state = _shape_of_state(layer, whole_number("length", length), whole_number("batch", batch))
+  state = _shape_of_state(layer, check_whole("length", length), check_whole("batch", batch))
   memory, conv = _size(state.memory), _size(state.conv)
   return Cost(conv=conv, cache=memory) if keeps_tokens(layer) else Cost(conv=conv, state=memory)
 
@@ -147,13 +146,13 @@ def keeps_tokens(layer: nnx.Module) -> bool:
 
 def score_numbers(num_heads: int, length: int) -> int:
   """Returns the number of scores of softmax attention over n tokens, H n^2, if it stored them."""
-  return whole_number("num_heads", num_heads) * whole_number("length", length) ** 2
+  return check_whole("num_heads", num_heads) * check_whole("length", length) ** 2
 
 
 def decode_operations(layer: nnx.Module, length: int) -> int:
   """Returns the operations of one token whose cache holds `length` tokens; all of them are read."""
   _check_layer(layer)
-  state, x = _shape_of_state(layer, whole_number("length", length), 1), _tokens(layer, 1)
+  state, x = _shape_of_state(layer, check_whole("length", length), 1), _tokens(layer, 1)
   graph, params = nnx.split(layer)
   return operations(
     jax.make_jaxpr(lambda p, x, s: nnx.merge(graph, p)(x, s))(params, x, state).jaxpr
@@ -168,7 +167,7 @@ def prefill_operations(layer: nnx.Module, length: int) -> float:
   of scores that no token reads, so the term in b counts each token as often as it reads keys.
   """
   _check_layer(layer)
-  length = whole_number("length", length)
+  length = check_whole("length", length)
   graph, params = nnx.split(layer)
   call = lambda p, x: nnx.merge(graph, p)(x)
   total = lambda n: operations(jax.make_jaxpr(call)(params, _tokens(layer, n * STEP)).jaxpr)
@@ -182,8 +181,8 @@ def prefill_operations(layer: nnx.Module, length: int) -> float:
 
 def keys_read(length: int, window: int | None = None) -> float:
   """Returns the mean number of keys that a token reads: its own, and earlier ones in the window."""
-  length = whole_number("length", length)
-  seen = length if window is None else min(length, whole_number("window", window))
+  length = check_whole("length", length)
+  seen = length if window is None else min(length, check_whole("window", window))
   return seen - seen * (seen - 1) / (2 * length)
 
 
@@ -194,7 +193,7 @@ def _check_layer(layer, name: str = "`layer`") -> None:
   if not isinstance(layer, nnx.Module) or not callable(getattr(layer, "init_state", None)):
     raise ValueError(
       f"{name} must be a layer of lajax.layers, or a module like it with `init_state(batch)`; "
-      f"got {describe(layer)}."
+      f"got {type(layer).__name__}."
     )
 
 

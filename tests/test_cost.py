@@ -79,7 +79,10 @@ def test_attention_grows_with_the_context():
 
 
 def test_a_layer_multiplies_by_each_weight_once_a_token():
-  """Beside it, a head's state S [K V]: decay, outer product, sum, and a product with a vector, two in the delta rule."""
+  """Counts the work beside the weights, per number of the state.
+
+  It is decay, outer product, sum, and one product with a vector, two in the delta rule.
+  """
   for layer, passes in [(kda(), 7), (traced(L.GLA, 1536, 16, 96), 5)]:
     state = costs.memory(layer, 1).state.numbers
     work = costs.decode_operations(layer, 1) - 2 * costs.parameters(layer)
@@ -109,7 +112,9 @@ def test_operations_of_a_program():
     return jax.lax.cond(a[0, 0] > 0, lambda: c * 2, lambda: c).sum() + jnp.cumsum(jnp.arange(4))[0]
 
   a, b = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((3, 3), jnp.float32)
-  count = costs.operations(jax.make_jaxpr(program)(a, b).jaxpr)
+  traced_program = jax.make_jaxpr(program)(a, b)
+  count = costs.operations(traced_program.jaxpr)
+  assert count == costs.operations(traced_program)
   assert count == 7 * (2 * 2 * 3 * 3 + 6) + 6 + 6 + 1
   with pytest.raises(NotImplementedError, match="operations of a loop of unknown length"):
     costs.operations(
@@ -160,7 +165,7 @@ def test_wrong_arguments_are_refused():
   faults += wrong.accepted(costs.keys_read, dict(length=3), "window", windows)
   dtypes = {"none": None, "text": "float33", "number": 7, "nan": float("nan")}
   faults += wrong.accepted(costs.Size(3).bytes_in, {}, "dtype", dtypes)
-  programs = {"none": None, "function": jnp.sin, "closed": jax.make_jaxpr(jnp.sin)(1.0)}
+  programs = {"none": None, "function": jnp.sin, "text": "a + b", "number": 1}
   faults += wrong.accepted(costs.operations, {}, "program", programs)
   assert not faults, "\n".join(faults)
   with pytest.raises(TypeError):

@@ -21,8 +21,9 @@ def test_run_says_whether_the_figures_came_out(tmp_path):
   config = experiment.parse(
     ["--models", "softmax", "sophia", "kda_softmax", *lengths, "--out", str(out)]
   )
+  out.mkdir(parents=True)
+  (out / "results.jsonl").write_text("of an earlier start\n")
   experiment.run(config, Console(file=text, width=200))
-  experiment.run(config, Console(file=io.StringIO()))
   lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
   assert [(line["model"], line["length"]) for line in lines] == [
     (model, length) for model in config.models for length in (1000, 4096, 10**7)

@@ -36,7 +36,8 @@ from recall.runs import Run, line_of, of_runs  # noqa: E402
 from recall.training import Program, measure  # noqa: E402
 from results import append, read, save  # noqa: E402
 
-KEYS = "task mixer seed learning_rate accuracy all_correct steps rows_per_second parameters state_bytes config versions"
+KEYS = "task mixer seed learning_rate accuracy all_correct steps rows_per_second parameters"
+KEYS += " state_bytes config versions"
 
 
 # --- the model ---
@@ -177,7 +178,7 @@ def refusal(arguments: str, capsys) -> str:
     ("--d-model 0", "--d-model must be at least 1; got (0,)"),
     ("--steps 0", "--steps must be at least 1; got (0,)"),
     ("--batch 64 0 --pairs 4 8", "--batch must be at least 1; got (64, 0)"),
-    ("--power nan", "`power` must be a finite number; got nan"),
+    ("--power nan", "`power` must be a number of at least -1e+06 and of at most 1e+06; got nan"),
     ("--clip -1", "--clip must be positive; got -1"),
     ("--weight-decay nan", "--weight-decay must be at least 0; got nan"),
     ("--out setup.cfg/x", "--out setup.cfg/x: cannot make this folder"),
@@ -279,7 +280,7 @@ measured = functools.cache(measure)  # traces a model
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
 def test_state_is_measured_whole(mixer):
-  """Hand counts: float32 arrays of one row, and per layer the two int32 of its place in the document."""
+  """Counts by hand: float32 arrays of one row, and two int32 counters per layer."""
   conv = 4 * 2 * 64
   memory = 4 * 16 * 64
   short_conv = 4 * 3 * (16 + 16 + 64)  # the cache of the convolution on q, k, v

@@ -1,6 +1,6 @@
-"""Recall tasks: exact properties, the public generator's statistics, a solver without training, errors.
+"""Recall tasks: exact properties, the public generator's statistics, a solver, errors.
 
-All tests draw `BATCH` rows at a time, of a few sizes: one compilation for each size serves them all.
+Tests draw `BATCH` rows at a time, of a few sizes: one compilation for each size serves them all.
 """
 
 import functools
@@ -52,7 +52,7 @@ def slots_by_key(inputs, mask, pairs: int) -> np.ndarray:
 
 
 def first_occurrence(vocab_size: int):
-  """Makes a model without parameters: it answers a token with the token behind its first occurrence."""
+  """Makes a model without parameters: it answers with the token behind the first occurrence."""
 
   @jax.jit
   def logits(inputs):
@@ -108,7 +108,7 @@ def test_exact_properties_hold_of_the_oracle_and_of_ours(path):
 
 @pytest.mark.parametrize("path", CASES)
 def test_statistics_are_the_oracles(path):
-  """512 rows of the public generator against 4096 of ours: every mean within 5 standard errors of the difference."""
+  """Compares 512 rows with 4096 of ours: means agree to 5 standard errors of the difference."""
   sizes = sizes_of(path)
   pairs, slots = sizes["pairs"], (sizes["length"] - 2 * sizes["pairs"]) // 2
 
@@ -169,7 +169,7 @@ def test_power_one_is_uniform():
 
 
 def test_keys_and_values_are_uniform_ordered_choices():
-  """Of 4 keys and 5 values, in rows with 4 pairs: every ordered choice of the first two."""
+  """Draws of the first two of 4 keys and of 5 values: every ordered choice is equally likely."""
   inputs, _, _ = our_rows(20_480, vocab_size=10, length=64, pairs=4)
   half = 5
   ordered = np.zeros((half - 1, half - 1))
@@ -280,7 +280,7 @@ KEY = jax.random.key(0)
     (dict(vocab_size=0), "vocab_size.*gives 0 keys"),
     (dict(pairs=0), "`pairs` must be a whole number of at least 1; got 0"),
     (dict(pairs=1.5), "`pairs` must be a whole number of at least 1; got 1.5"),
-    (dict(power=np.nan), "`power` must be a finite number; got nan"),
+    (dict(power=np.nan), "`power` must be a number of at least -1e.06 and .* 1e.06; got nan"),
     (dict(filler="blanks"), "`filler` must be one of zeros, noise; got 'blanks'"),
   ],
   ids=lambda case: "-".join(case) if isinstance(case, dict) else "",

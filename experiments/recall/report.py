@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from recall.mixers import MIXERS
 from recall.presets import Preset
 from rich.console import Console
@@ -218,14 +218,11 @@ def accuracy_over_steps(lines: list[dict]) -> Figure:
       axis.plot(steps, [statistics.fmean(values) for values in at], **style[mixer])
       low, high = [min(values) for values in at], [max(values) for values in at]
       axis.fill_between(steps, low, high, color=style[mixer]["color"], alpha=0.15, linewidth=0)
-    axis.set(
-      title=f"{rows_label(rows)}, model width {d_model}",
-      xlabel="training steps",
-      ylabel="accuracy on held-out rows",
-      ylim=(0, 1.02),
-    )
+    axis.set_title(f"{rows_label(rows)}\nmodel width {d_model}", fontsize=10)
+    axis.set(xlabel="training steps", ylabel="accuracy on held-out rows", ylim=(0, 1.02))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
-  axes[0].legend(fontsize=8)
+  _legend(figure)
   return figure
 
 
@@ -256,8 +253,8 @@ def accuracy_against_state(lines: list[dict], preset: Preset) -> Figure:
         published_style = dict(fillstyle="none", color=colour, label=f"{label} (published)")
         axis.plot(list(figures), values, "o--", **published_style)
         sizes += figures
+    axis.set_title(rows_label(rows), fontsize=10)
     axis.set(
-      title=rows_label(rows),
       xlabel="bytes of decode state per row",
       ylabel="accuracy on held-out rows",
       xscale="log",
@@ -265,7 +262,7 @@ def accuracy_against_state(lines: list[dict], preset: Preset) -> Figure:
     )
     _ticks_in_bytes(axis, sizes)
     axis.grid(alpha=0.3)
-  axes[0].legend(fontsize=8)
+  _legend(figure)
   return figure
 
 
@@ -286,10 +283,19 @@ def bytes_label(size: float) -> str:
   return f"{size:g} B"
 
 
+def _legend(figure: Figure) -> None:
+  """Puts one legend beside all panels, where it hides no line."""
+  entries = {}
+  for axis in figure.axes:
+    for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+      entries.setdefault(label, handle)
+  figure.legend(entries.values(), entries.keys(), loc="outside right center", fontsize=8)
+
+
 def _panels(count: int, title: str):
   columns = min(count, 4)
   rows = -(-count // columns)
-  figure = Figure(figsize=(2 + 5 * columns, 0.4 + 4 * rows), layout="constrained")
+  figure = Figure(figsize=(3 + 5 * columns, 0.4 + 4 * rows), layout="constrained")
   figure.suptitle(title)
   axes = figure.subplots(rows, columns, squeeze=False).flatten()
   for axis in axes[count:]:

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from lajax._arguments import arrays, describe, whole_number
+from lajax._shapes import check, check_given, check_rngs, check_whole
 from lajax.layers import LayerState, ShortConv
 
 
@@ -32,9 +32,9 @@ class GatedShortConv(nnx.Module):
   """
 
   def __init__(self, d_model: int, width: int = 3, *, rngs: nnx.Rngs):
-    self.d_model = whole_number("d_model", d_model)
-    width = whole_number("width", width)
-    _check_rngs(rngs)
+    self.d_model = check_whole("d_model", d_model)
+    width = check_whole("width", width)
+    check_rngs(rngs)
     self.gate = nnx.Linear(self.d_model, self.d_model, rngs=rngs)
     self.conv = ShortConv(self.d_model, width, use_bias=True, activation=None, rngs=rngs)
 
@@ -46,13 +46,13 @@ class GatedShortConv(nnx.Module):
     segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T D"], LayerState]:
     """Convolves and gates x, continuing from a state. Returns outputs and the state after them."""
-    arrays({"D": self.d_model}, x=(x, "B T D", "float"))
+    _check({"D": self.d_model}, x=(x, "B T D", "float"))
     y, state = self.conv(x, state, segment_ids=segment_ids)
     return y * self.gate(x), state
 
   def init_state(self, batch: int) -> LayerState:
     """Returns the state before the first token."""
-    return self.conv.init_state(whole_number("batch", batch))
+    return self.conv.init_state(check_whole("batch", batch))
 
 
 class RecallModel(nnx.Module):
@@ -76,14 +76,14 @@ class RecallModel(nnx.Module):
   def __init__(
     self, vocab_size: int, d_model: int, layers: Sequence[Callable[..., Any]], *, rngs: nnx.Rngs
   ):
-    self.vocab_size = whole_number("vocab_size", vocab_size)
-    self.d_model = whole_number("d_model", d_model)
+    self.vocab_size = check_whole("vocab_size", vocab_size)
+    self.d_model = check_whole("d_model", d_model)
     if not isinstance(layers, Sequence) or not all(map(callable, layers)):
       raise ValueError(
         "`layers` must be a sequence of callables that make a layer from `rngs`; "
-        f"got {describe(layers)}. Pass functools.partial(DeltaNet, {self.d_model}), for example."
+        f"got {type(layers).__name__}. Pass [functools.partial(DeltaNet, {self.d_model})], say."
       )
-    _check_rngs(rngs)
+    check_rngs(rngs)
     self.embed = nnx.Embed(self.vocab_size, self.d_model, rngs=rngs)
     self.layers = nnx.List([make(rngs=rngs) for make in layers])
     self.norms = nnx.List([nnx.RMSNorm(self.d_model, rngs=rngs) for _ in layers])
@@ -109,9 +109,9 @@ class RecallModel(nnx.Module):
     segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T D"], list]:
     """Returns the inputs of the output head, and the state after the last token."""
-    sizes = arrays(tokens=(tokens, "B T", "int"))
+    sizes = _check(tokens=(tokens, "B T", "int"))
     if segment_ids is not None:
-      arrays(sizes, segment_ids=(segment_ids, "B T", "int"))
+      check({"B": sizes.B, "T": sizes.T}, segment_ids=(segment_ids, "B T", "int"))
     count = len(self.layers)
     if state is not None and (not isinstance(state, list | tuple) or len(state) != count):
       got = len(state) if isinstance(state, list | tuple) else type(state).__name__
@@ -131,13 +131,13 @@ class RecallModel(nnx.Module):
     self, tokens: Int[Array, "B T"], positions: Int[Array, "B P"]
   ) -> Float[Array, "B P vocab_size"]:
     """Returns the logits at P positions of each row. The head runs only there."""
-    arrays(tokens=(tokens, "B T", "int"), positions=(positions, "B P", "int"))
+    _check(tokens=(tokens, "B T", "int"), positions=(positions, "B P", "int"))
     x, _ = self.hidden(tokens)
     return self.head(jnp.take_along_axis(x, positions[:, :, None], axis=1))
 
   def init_state(self, batch: int) -> list:
     """Returns the state of every layer before the first token."""
-    batch = whole_number("batch", batch)
+    batch = check_whole("batch", batch)
     layers: Any = self.layers
     return [layer.init_state(batch) for layer in layers]
 
@@ -152,9 +152,9 @@ def masked_positions(mask: Bool[Array, "B L"], count: int) -> Int[Array, "B coun
   Raises:
     ValueError: `mask` is not bool [B L], or `count` is not a whole number from 1 to L.
   """
-  length = arrays(mask=(mask, "B L", "bool"))["L"]
+  length = _check(mask=(mask, "B L", "bool"))["L"]
   return jax.lax.top_k(
-    jnp.asarray(mask, jnp.float32), whole_number("count", count, 1, max(length, 1))
+    jnp.asarray(mask, jnp.float32), check_whole("count", count, 1, max(length, 1))
   )[1]
 
 
@@ -186,10 +186,11 @@ def recall_loss(
   """
   if not hasattr(model, "answers"):
     raise ValueError(
-      f"`model` must have `answers(tokens, positions)`, as RecallModel has; got {describe(model)}."
+      f"`model` must have `answers(tokens, positions)`, as RecallModel has; "
+      f"got {type(model).__name__}."
     )
   rows = {"inputs": (inputs, "B L", "int"), "targets": (targets, "B L", "int")}
-  arrays(**rows, mask=(mask, "B L", "bool"))
+  _check(**rows, mask=(mask, "B L", "bool"))
   positions = masked_positions(mask, count)
   logits = model.answers(inputs, positions)
   at_positions = lambda x: jnp.take_along_axis(jnp.asarray(x), positions, axis=1)
@@ -199,6 +200,7 @@ def recall_loss(
   return jnp.where(asked, losses, 0).sum() / jnp.maximum(asked.sum(), 1), right
 
 
-def _check_rngs(rngs) -> None:
-  if not isinstance(rngs, nnx.Rngs):
-    raise ValueError(f"`rngs` must be nnx.Rngs; got {describe(rngs)}. Pass nnx.Rngs(0).")
+def _check(sizes=None, /, **arrays):
+  """Checks required arrays against their letters, and returns the sizes of the letters."""
+  check_given(**arrays)
+  return check(sizes, **arrays)

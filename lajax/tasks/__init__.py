@@ -1,7 +1,7 @@
 """Synthetic tasks, pure functions of a random key.
 
-A task is `task(key, batch, **sizes) -> inputs, targets, mask`. `inputs` and `targets` are int32 [B
-L], `mask` is bool [B L]. A target stands at the position whose output must give it.
+A task is `task(key, batch, **sizes) -> inputs, targets, mask`: `inputs` and `targets` are int32
+[B L], `mask` is bool [B L]. A target stands at the position whose output must give it.
 `evaluate(model_fn, task)` scores any callable from tokens to logits.
 """
 

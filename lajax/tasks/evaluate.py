@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from lajax._arguments import arrays, describe, random_key, whole_number
+from lajax._shapes import check, check_given, check_key, check_whole
 
 
 class Task(Protocol):
@@ -63,14 +63,14 @@ def evaluate(
   """
   for name, f in (("model_fn", model_fn), ("task", task)):
     if not callable(f):
-      raise ValueError(f"`{name}` must be a callable; got {describe(f)}.")
-  batch, rows = whole_number("batch", batch), whole_number("rows", rows)
+      raise ValueError(f"`{name}` must be a callable; got {type(f).__name__}.")
+  batch, rows = check_whole("batch", batch), check_whole("rows", rows)
   if rows % batch:
     raise ValueError(
       f"`rows` must be a positive multiple of `batch`; got rows={rows}, batch={batch}."
     )
   if key is not None:
-    random_key("key", key)
+    check_key("key", key)
   keys = jax.random.split(jax.random.key(0) if key is None else key, rows // batch)
   hits = asked = whole = 0
   for one in keys:
@@ -106,12 +106,17 @@ def _rows_of(task: Task, key, batch: int):
   )
   shape = parts[0].shape if right else ()
   if len(shape) != 2 or shape[0] != batch or any(x.shape != shape for x in parts):
-    got = ", ".join(describe(x) for x in parts)
+    got = ", ".join(map(_described, parts))
     raise ValueError(
       "`task` must return inputs int32 [B L], targets int32 [B L] and mask bool [B L] "
       f"with B = {batch} = `batch`; got {got}."
     )
   return tuple(map(jnp.asarray, parts))
+
+
+def _described(x) -> str:
+  is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+  return f"{x.dtype} {tuple(x.shape)}" if is_array else type(x).__name__
 
 
 def count_hits(
@@ -133,9 +138,10 @@ def count_hits(
   Raises:
     ValueError: the arrays are not int, int and bool of one shape [B P].
   """
-  arrays(
-    answers=(answers, "B P", "int"), targets=(targets, "B P", "int"), mask=(mask, "B P", "bool")
-  )
+  given = {"answers": (answers, "B P", "int"), "targets": (targets, "B P", "int")}
+  given["mask"] = (mask, "B P", "bool")
+  check_given(**given)
+  check(**given)
   return _count_hits(answers, targets, mask)
 
 

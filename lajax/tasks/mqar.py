@@ -19,9 +19,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from lajax._arguments import finite_number, random_key, whole_number
+from lajax._shapes import check_key, check_number, check_whole
 
 FILLERS = ("zeros", "noise")
 
@@ -38,8 +39,8 @@ def mqar(
 ) -> tuple[Int[Array, "B L"], Int[Array, "B L"], Bool[Array, "B L"]]:
   """Makes rows of multi-query associative recall.
 
-  A pure function of `key`, compiled once per batch, length, pairs and filler.
-  Row i does not depend on `batch`, so a larger batch continues a smaller one.
+  The rows are a pure function of `key`. Row i does not depend on `batch`, so a larger batch
+  continues a smaller one. A new `batch`, `length`, `pairs` or `filler` compiles anew.
 
   Args:
     key: a JAX random key.
@@ -50,20 +51,21 @@ def mqar(
     filler: content of the other positions: "zeros" (blanks; figure 2 of Zoology) or "noise"
       (uniform over the whole vocabulary; figure 2 of Based, arXiv:2402.18668). Noise may repeat a
       key or a value; such a token is not a query.
-    power: a in the probability of slots ∝ (slot + 1)^(a - 1), a finite number: 1 is uniform, the
-      default 0.01 is nearly 1 / (slot + 1).
+    power: a in the probability of slots ∝ (slot + 1)^(a - 1), at most 1e6 in absolute value: 1 is
+      uniform, the default 0.01 is nearly 1 / (slot + 1).
 
   Returns:
     inputs int32 [B L], targets int32 [B L] (0 at positions without a query), mask bool [B L] (True
     at the K queries of each row).
 
   Raises:
-    ValueError: a size is not a whole number of at least 1, the row cannot be laid out (odd L, 4K >
-      L), the vocabulary has too few keys or values, or `filler`, `power` or `key` is wrong.
+    ValueError: a size is not a whole number of at least 1, the row cannot be laid out (L is odd or
+      less than 4K), the vocabulary has too few keys, or `filler`, `power` or `key` is wrong.
   """
-  random_key("key", key)
-  batch = whole_number("batch", batch)
+  check_key("key", key)
+  batch = check_whole("batch", batch)
   check_mqar(vocab_size=vocab_size, length=length, pairs=pairs, filler=filler, power=power)
+  # As Python numbers: equal sizes of other types share one compilation.
   return _rows(key, batch, int(length), int(pairs), filler, int(vocab_size), power)
 
 
@@ -73,7 +75,7 @@ def mqar_chance(*, pairs: int) -> float:
   Args:
     pairs: K, the number of key-value pairs per row.
   """
-  return 1 / whole_number("pairs", pairs)
+  return 1 / check_whole("pairs", pairs)
 
 
 def check_mqar(
@@ -84,11 +86,12 @@ def check_mqar(
   filler: str = "zeros",
   power: float | Float[Array, ""] = 0.01,
 ) -> None:
-  """Raises a ValueError if `mqar` makes no rows of these sizes."""
-  vocab_size = whole_number("vocab_size", vocab_size, 0, 2**31 - 1)
-  length = whole_number("length", length)
-  pairs = whole_number("pairs", pairs)
-  finite_number("power", power)
+  """Raises a ValueError if `mqar`, whose arguments these are, makes no such rows."""
+  vocab_size = check_whole("vocab_size", vocab_size, 0)
+  length = check_whole("length", length)
+  pairs = check_whole("pairs", pairs)
+  if not isinstance(power, Tracer):
+    check_number("power", power, -1e6, 1e6)  # (power - 1) log(slot + 1) must be finite in float32
   if length % 2:
     raise ValueError(
       f"`length` must be even, since a slot is two tokens; got {length}. Use {length + 1}."
