@@ -13,10 +13,14 @@ import textwrap
 from latex import latex, rows
 
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note):$")
+CODE = re.compile(r"#|>>>|\bimport\b|\b(jax|jnp|lajax|L|nnx)\.\w")  # of Python, not an equation
 ARXIV = re.compile(r"\barXiv:(\d{4}\.\d{4,5})")
 DOI = re.compile(r"\bdoi:(10\.\S+\w)")
-QUOTED = re.compile(r"(`[^`]+`)")
-ENUMERATOR = re.compile(r"(:\s+|^\s*)([A-Za-z]|[ivxlcdmIVXLCDM]+|\d+)\.(?=\s|$)")  # "D." is no list
+QUOTED = re.compile(r"(`[^`\n]+(?:\n[^`\n]+)?`)")
+MARK = re.compile(r"([\\|]|(?<=\S)[*]|[*](?=\S)|_(?!\w))")  # a star before a space begins an item
+ENUMERATOR = re.compile(
+  r"(: +|^ *)([A-Za-z]|[ivxlcdmIVXLCDM]+|\d+)\.(?=\s|$)", re.MULTILINE
+)  # "D."
 NAME_IN_PAGE = re.compile(r"(?<![`}\w])`(lajax(?:\.\w+)+)`(?!`)")
 PUBLIC = re.compile(r"lajax(\.\w+)+$")
 
@@ -51,11 +55,11 @@ def fields(named_tuple: type) -> list[str]:
   source = textwrap.dedent(inspect.getsource(named_tuple))
   lines = source.splitlines()
   definition = ast.parse(source).body[0]
-  comments = {
-    node.target.id: lines[node.end_lineno - 1][node.end_col_offset :].lstrip(" )#")
-    for node in getattr(definition, "body", ())
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno
-  }
+  comments = {}
+  for node in getattr(definition, "body", ()):
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+      own = [line.partition("#")[2].strip() for line in lines[node.lineno - 1 : node.end_lineno]]
+      comments[node.target.id] = " ".join(filter(None, own))
   found = [f"  {name}: {comment}" for name, comment in comments.items() if comment]
   return ["", "Args:", *found] if found else []
 
@@ -63,22 +67,34 @@ def fields(named_tuple: type) -> list[str]:
 def restructured(lines: list[str]) -> list[str]:
   """Returns a docstring, already dedented, as reStructuredText with Google's sections.
 
-  An indented block before the first section is a block of equations; other text keeps its words.
+  An indented block before the first section holds equations, or code if it looks like code; other
+  text keeps its words.
   """
-  lines = separated(lines)
   out: list[str] = []
-  equations: list[str] = []
+  text: list[str] = []
+  block: list[str] = []
   before_sections = True
-  for line in [*lines, ""]:
+  for line in [*separated(without_hanging_indent(lines)), ""]:
     before_sections = before_sections and not SECTION.match(line)
-    if before_sections and line.startswith("    ") and (equations or not (out and out[-1].strip())):
-      equations.append(line.strip())
+    begins_block = line.startswith("    ") and not (text and text[-1].strip())
+    if before_sections and (begins_block or (block and line.startswith("    "))):
+      block.append(line)
       continue
-    if equations:
-      out += math_block("\n".join(equations))
-      equations = []
-    out.append(prose(line))
-  return out[:-1]
+    if block:
+      out += prose(text) + indented_block(textwrap.dedent("\n".join(block)))
+      text, block = [], []
+    text.append(line)
+  return [*out, *prose(text[:-1])]
+
+
+def without_hanging_indent(lines: list[str]) -> list[str]:
+  """Returns the lines with the citation of papers, a paragraph, as one without indentation."""
+  out: list[str] = []
+  cites = False
+  for line in lines:
+    cites = bool(line.strip()) and (cites or line.startswith(("Paper:", "Papers:")))
+    out.append(line.strip() if cites else line)
+  return out
 
 
 def separated(lines: list[str]) -> list[str]:
@@ -105,18 +121,20 @@ def indent(line: str) -> int:
   return len(line) - len(line.lstrip())
 
 
-def math_block(block: str) -> list[str]:
-  """Returns equations as a `math` directive, one equation a row."""
+def indented_block(block: str) -> list[str]:
+  """Returns equations as a `math` directive, one equation a row, and code as a `code-block`."""
+  if CODE.search(block):
+    return [".. code-block:: python", "", *(f"   {line}" for line in block.splitlines()), ""]
   body = " \\\\\n".join(latex(row) for row in rows(block))
   return [".. math::", "", *(f"   {line}" for line in body.splitlines()), ""]
 
 
-def prose(line: str) -> str:
-  """Returns a line of text with names quoted and papers linked; all else stands for itself."""
+def prose(lines: list[str]) -> list[str]:
+  """Returns text with names quoted and papers linked; everything else stands for itself."""
+  parts = QUOTED.split("\n".join(lines))
   return "".join(
-    quoted(part[1:-1]) if QUOTED.fullmatch(part) else linked(escaped(part))
-    for part in QUOTED.split(line)
-  )
+    quoted(part[1:-1]) if QUOTED.fullmatch(part) else linked(escaped(part)) for part in parts
+  ).split("\n")
 
 
 def quoted(name: str) -> str:
@@ -126,10 +144,8 @@ def quoted(name: str) -> str:
 
 def escaped(text: str) -> str:
   """Returns text whose marks stand for themselves; an inner product gets its dot."""
-  bullet = re.match(r"\s*[*] ", text)
-  start = bullet.end() if bullet else 0
-  body = re.sub(r"([\\*|]|_(?!\w))", r"\\\1", text[start:])
-  return text[:start] + ENUMERATOR.sub(r"\1\2\.", body).replace(" . ", " · ")
+  text = MARK.sub(r"\\\1", text)
+  return ENUMERATOR.sub(r"\1\2\.", text).replace(" . ", " · ")
 
 
 def linked(text: str) -> str:

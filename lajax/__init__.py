@@ -1,18 +1,23 @@
-"""lajax: linear attention for JAX. A recurrence by name, exact in every implementation, with Flax layers.
+"""lajax: linear attention for JAX. A recurrence by name, exact however computed, and layers.
 
-    o, state = lajax.delta_rule(q, k, v, beta, g)              # an op: [B T H D] -> [B T H D], and a state
-    y, state = lajax.layers.GatedDeltaNet(512, rngs=nnx.Rngs(0))(x)  # a layer: [B T D] -> [B T D], and a state
+    import lajax
+    from flax import nnx
 
-Ops: `linear_attention`, `normalized_linear_attention`, `delta_rule`, `delta_product`, `gated_oja`, `dplr`,
-`mlstm`, `linear_recurrence`, softmax `attention`, and over whole documents `bidirectional_linear_attention`
-and `efficient_attention`. Every op takes packed documents (`segment_ids`, `loss_mask`) and carries a state
-(`initial_state`) from call to call; `impl` chooses how it is computed, never what.
+    o, state = lajax.delta_rule(q, k, v, beta, g)  # an op: q, k [B T H K], v, o [B T HV V]
+    layer = lajax.layers.GatedDeltaNet(512, rngs=nnx.Rngs(0))
+    y, state = layer(x)  # a layer: x, y [B T D]
+
+Ops: `linear_attention`, `normalized_linear_attention`, `delta_rule`, `delta_product`, `gated_oja`,
+`dplr`, `mlstm`, `linear_recurrence`, softmax `attention`, and over whole documents
+`bidirectional_linear_attention` and `efficient_attention`. Every op takes packed documents
+(`segment_ids`, `loss_mask`) and carries a state (`initial_state`) from call to call; `impl` chooses
+how it is computed, never what.
 
 Modules: `lajax.layers` (Flax NNX layers), `lajax.recurrence` (one token of each op, for decoding),
 `lajax.models`, `lajax.tasks` (recall), `lajax.cost` (operations and bytes of a layer).
 
-On jaxlib before 0.11, importing lajax adds a flag to XLA_FLAGS that keeps XLA from hanging on CPUs with few
-cores; `lajax._cpu_hang` says when and why.
+On jaxlib before 0.11, importing lajax adds a flag to XLA_FLAGS that keeps XLA from hanging on CPUs
+with few cores; `lajax._cpu_hang` says when and why.
 """
 
 import importlib as _importlib

@@ -28,7 +28,7 @@
 | document | one of several sequences packed into a row; `segment_ids` gives its id per token |
 | padding | a token of id < 0: it reads, writes and decays nothing, and its output is 0 |
 | decay | exp(g), the factor of the state per token; g is its natural logarithm, <= 0 |
-| from start, to end | product of the decays from a chunk's first token up to a token, and behind it |
+| from start, to end | product of decays: from a chunk's first token to a token, and behind it |
 | between, total | product of the decays between two tokens, and of a whole chunk |
 | per head, per channel | one number for each value head; for each row (or column) of its state |
 | write strength | beta: how far a delta rule moves the state's value at k towards v |
@@ -47,6 +47,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -59,7 +60,7 @@ INT32 = np.iinfo(np.int32)
 
 
 class Sizes:
-  """Size of every letter: `sizes.B`, or `sizes["W-1"]` for a letter that is no name. Nobody can change one."""
+  """Size of every letter: `sizes.B`, or `sizes["W-1"]` for a letter that is no name. Immutable."""
 
   __slots__ = ("_known", "_missing")
 
@@ -101,8 +102,8 @@ def check(sizes: Mapping[str, int] | None = None, /, **arrays) -> Sizes:
       that only such an array has is an error when it is asked for. `check_given` refuses None.
 
   Raises:
-    ValueError: an array has the wrong dtype, rank or size; the message names the array, what it must
-      be, and what was got.
+    ValueError: an array has the wrong dtype, rank or size; the message names the array, what it
+      must be, and what was got.
   """
   known = dict(sizes or {})
   source = dict.fromkeys(known, "the options")
@@ -115,8 +116,11 @@ def check(sizes: Mapping[str, int] | None = None, /, **arrays) -> Sizes:
     options = [option.split() for option in letters.split("|")]
     match = next((axes for axes in options if len(axes) == len(x.shape)), None)
     if match is None:
+      others = [source[axis] for axis in options[0] if source.get(axis, "")[:1] == "`"]
+      like = f" to match {others[0]}" if others else ""
       raise ValueError(
-        f"`{name}` must be {_wanted(letters)}; got rank {len(x.shape)}, shape {tuple(x.shape)}."
+        f"`{name}` must be {_wanted(letters)}{like}; "
+        f"got rank {len(x.shape)}, shape {tuple(x.shape)}."
       )
     wrong = [
       axis for axis, size in zip(match, x.shape, strict=True) if known.get(axis, size) != size
@@ -127,7 +131,7 @@ def check(sizes: Mapping[str, int] | None = None, /, **arrays) -> Sizes:
       raise ValueError(
         f"`{name}` must be [{' '.join(match)}] = {expected} to match {source[wrong[0]]}; "
         f"got {tuple(x.shape)}: "
-        f"{'axis' if len(wrong) == 1 else 'axes'} {axes} {'differs' if len(wrong) == 1 else 'differ'}."
+        f"{f'axis {axes} differs' if len(wrong) == 1 else f'axes {axes} differ'}."
       )
     for axis, size in zip(match, x.shape, strict=True):
       if axis not in known:
@@ -168,7 +172,9 @@ def _check_dtype(name: str, x, letters: str, kind: str) -> None:
     if kind == "int":
       remedy = f"Cast it, as in {name}.astype(jnp.int32)."
       if x.dtype == bool:  # as integers, False would be document 0 and not padding
-        remedy = f"A mask of tokens becomes ids by jnp.where({name}, 0, -1), or by lajax.segment_ids(mask=...)."
+        remedy = (
+          f"Make ids of a mask of tokens: jnp.where({name}, 0, -1), or lajax.segment_ids(mask=...)."
+        )
     raise ValueError(
       f"`{name}` must have {'a floating' if kind == 'float' else 'an integer'} dtype; "
       f"got {x.dtype}. {remedy}"
@@ -176,18 +182,29 @@ def _check_dtype(name: str, x, letters: str, kind: str) -> None:
 
 
 def check_multiple(small: str, large: str, sizes: Sizes, names: tuple[str, str]) -> int:
-  """Returns how many heads of `large` share one of `small`; ValueError unless that is a whole number."""
+  """Returns how many heads of `large` share one of `small`; ValueError if it is no whole number."""
   few, many = sizes[small], sizes[large]
   if few == 0 or many % few:
     raise ValueError(
-      f"the {many} heads of {names[1]} ({large}) must be a multiple of the {few} heads of {names[0]} "
-      f"({small}); repeat or drop heads so that {large} = n * {small}."
+      f"the {many} heads of {names[1]} ({large}) must be a multiple of the {few} heads of "
+      f"{names[0]} ({small}); got {large} = {many}, {small} = {few}. Repeat or drop heads so that "
+      f"{large} = n * {small}."
     )
   return many // few
 
 
+def check_known(sizes: Sizes, *letters: str) -> None:
+  """NotImplementedError for a size that is a symbol of `jax.export`."""
+  for letter in letters:
+    if jax.export.is_symbolic_dim(sizes[letter]):
+      raise NotImplementedError(
+        f"the size of axis {letter} must be known; got the symbol {sizes[letter]}. "
+        "Export one function per size; the batch may be a symbol."
+      )
+
+
 def check_parts(name: str, parts, letters: Sequence[str]) -> Sequence:
-  """Returns the parts of a state that is a tuple, or as many None for None; ValueError for anything else."""
+  """Returns the parts of a state that is a tuple, or as many None for None; ValueError else."""
   if parts is None:
     return (None,) * len(letters)
   wanted = f"({', '.join(letters)})"
@@ -206,12 +223,12 @@ def check_parts(name: str, parts, letters: Sequence[str]) -> Sequence:
 
 
 def check_not_nan(segment_ids=None, /, **gates) -> None:
-  """ValueError for a NaN in a gate of a real token, where values can be seen (not under jit, grad or vmap)."""
+  """ValueError for a NaN in a gate, but at padding; under jit, grad or vmap none can be seen."""
   _check_values(segment_ids, gates, "no NaN", jnp.isnan)
 
 
 def check_below_infinity(segment_ids=None, /, **gates) -> None:
-  """ValueError for +inf in a gate of a real token, where values can be seen."""
+  """ValueError for +inf in a gate, but at padding, where values can be seen."""
   _check_values(segment_ids, gates, "no +inf, which has no weight relative to itself", jnp.isposinf)
 
 
@@ -222,12 +239,13 @@ def _check_values(segment_ids, gates, wanted: str, is_bad) -> None:
     count = _count(x, segment_ids, is_bad)
     if count:
       raise ValueError(
-        f"`{name}` must hold {wanted}; got {count} of {x.size} values. Look at what computes `{name}`."
+        f"`{name}` must hold {wanted}; got {count} of {x.size} values. "
+        f"Look at what computes `{name}`."
       )
 
 
 def _count(x, segment_ids, is_bad) -> int:
-  """Number of bad values of real tokens. On a CPU, NumPy counts: nothing is compiled for a new length."""
+  """Number of bad values outside padding. On a CPU NumPy counts: a new length compiles nothing."""
   if not all(_on_host(a) for a in (x, segment_ids)):
     return int(_count_on_device(x, segment_ids, is_bad))
   bad = getattr(np, is_bad.__name__)(np.asarray(x))
@@ -255,7 +273,8 @@ def _on_host(x) -> bool:
 
 
 def check_ids(segment_ids) -> Any:
-  """Returns document ids as an array that tells all documents apart: int32 where values can be seen.
+  """Returns document ids as an array that tells all documents apart: int32 where values can be
+  seen.
 
   Ids that are traced keep their dtype, whose comparisons are exact. Code that stores an id in fewer
   bits calls `check_ids_fit` first.
@@ -273,7 +292,7 @@ def check_ids(segment_ids) -> Any:
 
 
 def check_ids_fit(segment_ids) -> None:
-  """ValueError where traced ids have more bits than the int32 in which a state stores the last one."""
+  """ValueError for traced ids of more bits than the int32 in which a state stores the last one."""
   if isinstance(segment_ids, Tracer) and not _fits_int32(segment_ids.dtype):
     raise ValueError(_ids_message(f"{segment_ids.dtype}, whose values cannot be seen in a trace"))
 
@@ -331,7 +350,7 @@ def check_dtype_option(name: str, dtype, *, optional: bool = True):
 
 
 def check_rngs(rngs):
-  """Returns the random streams of a layer's parameters; ValueError unless they are an `nnx.Rngs` with one."""
+  """Returns the random streams of a layer; ValueError unless `nnx.Rngs` with one for parameters."""
   if not callable(getattr(rngs, "params", None)):
     got = "None" if rngs is None else type(rngs).__name__
     raise ValueError(
@@ -382,7 +401,7 @@ def check_not_negative(name: str, value) -> float:
 
 
 def check_positive(name: str, value, high: int = 2**31 - 1) -> int | None:
-  """Returns an optional whole number of at least 1 as an int, or None; ValueError for anything else."""
+  """Returns an optional whole number of at least 1 as an int, or None; ValueError else."""
   return None if value is None else _whole(name, value, 1, high, ", or None for the default")
 
 

@@ -140,7 +140,7 @@ _ALL = [
 ]  # fmt: skip
 CASES = {case.id: case for case in _ALL}
 
-CORE = (  # the cases that the fast tests run through everything; the others they run once
+CORE = (  # the cases that the fast tests run through everything
   "linear_recurrence-vector",
   "linear_attention-head",
   "linear_attention-channel",
@@ -148,6 +148,15 @@ CORE = (  # the cases that the fast tests run through everything; the others the
   "delta_rule-head",
   "delta_rule-channel",
   "attention-forget",
+)
+FAMILIES = (  # the cases that the fast tests run once or twice: every update of a state
+  *CORE,
+  "linear_attention-bonus",
+  "delta_rule-erase_write",
+  "delta_product-head",
+  "gated_oja-channel",
+  "dplr-channel",
+  "mlstm-head",
 )
 
 

@@ -1,6 +1,7 @@
-"""The equations of the ops as their papers print them, in NumPy, token by token: what `recurrent` itself is compared with.
+"""The equations of the ops as their papers print them, in NumPy, token by token.
 
-Each takes one row of inputs, without the batch axis, with the document of each token, and gives outputs and the final state.
+`recurrent` itself is compared with them. An equation takes one row of inputs without the batch
+axis, the segment id of each token and the scale, and returns outputs and the final state.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import numpy as np
 
 
 def scan(update: Callable, read: Callable) -> Callable:
-  """Runs one row, all heads at once: update(state, token) -> state, read(state, token) -> output."""
+  """Equation from update(state, token) -> state and read(state, token, scale) -> output."""
 
   def equation(
     inputs: Mapping[str, Any], segment_ids: np.ndarray, scale: float | None
@@ -92,7 +93,10 @@ def correct_values(state, token):
 
 
 def reading_before(inputs, segment_ids, scale):
-  """With a bonus, the state is read before the token's decay and write: here (state before, state after)."""
+  """Linear attention with a bonus: the state is read before the token's decay and write.
+
+  The state of the scan is (state before the token, state after it).
+  """
   u = inputs["bonus"]
 
   def read_with_bonus(state, token, scale):
@@ -130,24 +134,24 @@ def read_stabilised(state, token, scale):
 
 
 def softmax(inputs, segment_ids, scale, window=None):
-  """Softmax over the tokens of the same document, up to the query's own; a sink takes part in the denominator only."""
+  """Softmax over the tokens of a document up to the query; the denominator includes the sink."""
   sink = inputs.get("sink")
   q, v = inputs["q"], inputs["v"]
   k, v = (
     np.repeat(inputs["k"], q.shape[1] // v.shape[1], 1),
     np.repeat(v, q.shape[1] // v.shape[1], 1),
   )
-  real = segment_ids >= 0
-  ids, place = segment_ids[real], np.cumsum(real)  # a window counts tokens, not padding
-  run = np.full(len(segment_ids), -1)
-  run[real] = np.cumsum(np.concatenate([[0], ids[1:] != ids[:-1]])) if len(ids) else 0
+  is_token = segment_ids >= 0
+  ids, place = segment_ids[is_token], np.cumsum(is_token)  # a window counts tokens, not padding
+  document = np.full(len(segment_ids), -1)
+  document[is_token] = np.cumsum(np.concatenate([[0], ids[1:] != ids[:-1]])) if len(ids) else 0
   outputs = np.zeros((len(q), q.shape[1], v.shape[-1]))
-  for i in np.flatnonzero(real):
+  for i in np.flatnonzero(is_token):
     near = place[: i + 1] > place[i] - (window or len(q))
-    j = np.flatnonzero((run[: i + 1] == run[i]) & near)
+    j = np.flatnonzero((document[: i + 1] == document[i]) & near)
     scores = (q.shape[-1] ** -0.5 if scale is None else scale) * np.einsum("hk,jhk->jh", q[i], k[j])
     if "log_forget" in inputs:  # the gates between key and query, summed backwards from the query
-      later = np.where(real, 1.0, 0.0)[: i + 1, None] * np.nan_to_num(
+      later = np.where(is_token, 1.0, 0.0)[: i + 1, None] * np.nan_to_num(
         inputs["log_forget"][: i + 1], neginf=-1e30
       )
       suffix = np.cumsum(later[::-1], 0)[::-1]

@@ -1,7 +1,8 @@
-"""What the tests of the kernels share: an op's kernels, interpreted, against `recurrent` in float64, by the cases' budget."""
+"""Helpers of the kernel tests: the kernels of an op, interpreted, against `recurrent` in float64,
+by the cases' budget.
+"""
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 
 import cases
@@ -12,6 +13,7 @@ import pytest
 from cases import CASES, Case, Shape
 
 import lajax
+from lajax.pallas.model import kernel_names
 
 
 def kernels(case: Case) -> Callable:
@@ -29,7 +31,7 @@ def compiled(case: Case) -> Callable:
 
 
 def rounded(case: Case, arrays, dtype: str):
-  """Arrays and cotangents as kernels of that dtype are given them."""
+  """Returns arrays and cotangents as kernels of that dtype get them."""
   cts = cases.cotangents(case, arrays)
   cast = functools.partial(cases.rounded, dtype=dtype)
   given = {name: cast(name, x) for name, x in arrays.items()}
@@ -37,18 +39,39 @@ def rounded(case: Case, arrays, dtype: str):
 
 
 def misses(case_id: str, shape: Shape, dtype: str, packed: bool, rows: Sequence[str], **replaced):
-  """What misses the budget. `replaced` are arrays in the place of the case's."""
+  """Returns what misses the budget, and gradients of gates that are not 0 at tokens that forget
+  everything.
+
+  `replaced` are arrays in the place of the case's.
+  """
   case = CASES[case_id]
   arrays = cases.inputs(case_id, shape, rows) | replaced
   ids = cases.packed_ids(shape.T)[: len(rows)] if packed else None
   given, cts = rounded(case, arrays, dtype)
   out, found = jax.device_get(compiled(case)(given, ids, cts))
   want = cases.reference(case, arrays, ids, values=dtype)
-  return cases.misses(case, cases.Result(*out, found), want, dtype, rows)
+  missed = cases.misses(case, cases.Result(*out, found), want, dtype, rows)
+  return missed | not_zero(arrays, found)
+
+
+def not_zero(arrays, gradients) -> dict[str, float]:
+  """Returns the largest gradient of a log decay where exp(log decay) is 0, if it is not exactly 0.
+
+  Relative RMS cannot see it. A caller's chain rule multiplies it by the log decay: -1e4, or -inf.
+  """
+  found = {}
+  for name in {"g", "log_a"} & set(arrays):
+    forgotten = np.exp(np.float32(arrays[name])) == 0
+    largest = np.abs(np.float32(gradients[name]))[forgotten].max(initial=0.0)
+    if largest != 0:  # NaN too
+      found[f"d{name} at forgotten tokens"] = largest
+  return found
 
 
 def misses_of_float16(case_id: str, shape: Shape):
-  """By the budget of bfloat16, which has fewer digits; also with a state that float16 cannot hold."""
+  """Returns what misses the budget of bfloat16, which has fewer digits; also with a state that
+  float16 cannot hold.
+  """
   case = CASES[case_id]
   wide = lambda name: name in ("g", "initial_state")
   half = lambda x: x.astype(np.float16).astype(np.float64)
@@ -69,7 +92,9 @@ def misses_of_float16(case_id: str, shape: Shape):
 
 
 def change_by_vmap_and_checkpoint(case_id: str, shape: Shape) -> float:
-  """Mapped over an axis in front, with the forward pass computed again in the backward pass: by how much it differs."""
+  """Returns the relative change of all results under `vmap` over an axis in front of a
+  `checkpoint`.
+  """
   case = CASES[case_id]
   ids = cases.packed_ids(shape.T)
   given, cts = rounded(case, cases.inputs(case_id, shape), "float32")
@@ -81,30 +106,24 @@ def change_by_vmap_and_checkpoint(case_id: str, shape: Shape) -> float:
   return max(cases.relative_rms(x.reshape(want.shape), want) for x, want in pairs)
 
 
-def launches(case_id: str, shape: Shape) -> tuple[int, int]:
-  """Launches of the forward pass, and of forward and backward."""
+def launches_of(case_id: str, shape: Shape) -> tuple[list[str], list[str]]:
+  """Returns the launches of the forward pass, and of forward and backward."""
   case = CASES[case_id]
   given, cts = rounded(case, cases.inputs(case_id, shape), "float32")
-  count = lambda f, *args: (
-    len(re.findall(r"pallas_call\[", str(jax.make_jaxpr(f)(*args)))) // 2
-  )  # of two platforms
   both = functools.partial(gradients, kernels(case))
-  return count(functools.partial(kernels(case), **given)), count(both, given, None, cts)
-
-
-def kept(case_id: str, shape: Shape, chunk: int) -> tuple[int, int]:
-  """Numbers kept between forward and backward, and those of the inputs and the states at the chunks' starts."""
-  case = CASES[case_id]
-  given, _ = rounded(case, cases.inputs(case_id, shape), "float32")
-  residuals = jax.tree.leaves(
-    jax.eval_shape(lambda: jax.vjp(lambda x: kernels(case)(**x), given)[1])
+  return kernel_names(functools.partial(kernels(case), **given)), kernel_names(
+    both, given, None, cts
   )
-  states = -(-shape.T // chunk) * given["initial_state"].size
-  return sum(x.size for x in residuals), sum(x.size for x in given.values()) + states
+
+
+def residuals(f: Callable, *args) -> int:
+  """Returns how many numbers are kept between forward and backward."""
+  kept = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args)
+  return sum(x.size for x in jax.tree.leaves(kept))
 
 
 def refuses_second_derivatives(f: Callable) -> None:
-  """f(x) with x [1 4 1 5] for q, k and v."""
+  """Asserts that the second derivative of f(x), with x [1 4 1 5], raises a readable error."""
   x = jnp.ones((1, 4, 1, 5))
   first = jax.grad(lambda x: f(x).sum())
   with pytest.raises(NotImplementedError, match=r"first derivatives only.*impl='recurrent'"):

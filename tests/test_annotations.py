@@ -1,5 +1,6 @@
 """Annotations hold at run time: those of every op, and of all functions that the ops call."""
 
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -17,6 +18,11 @@ import lajax
 SEVERAL_HALVES = Shape(T=33, H=2, HV=4, K=4, V=3)  # a chunk of several blocks
 
 
+def takes_tokens(name: str) -> bool:
+  f = getattr(lajax, name)
+  return inspect.isfunction(f) and next(iter(inspect.signature(f).parameters)) in ("q", "x")
+
+
 @pytest.mark.parametrize("case_id", CASES)
 def test_annotations_hold(case_id):
   """Every gate and implementation of every op; an axis of another size is noticed."""
@@ -28,6 +34,11 @@ def test_annotations_hold(case_id):
   wrong = arguments | {"segment_ids": jnp.zeros((2, 6), jnp.int32)}
   with pytest.raises(jaxtyping.TypeCheckError):
     jax.eval_shape(lambda: op(**wrong))
+
+
+@pytest.mark.parametrize("op", [name for name in lajax.__all__ if takes_tokens(name)])
+def test_well_formed_arguments_are_accepted(op):
+  jax.eval_shape(lambda: getattr(lajax, op)(**cases.well_formed(op)))
 
 
 def trace_everything():

@@ -1,4 +1,7 @@
-"""The kernels on a real GPU: what the interpreter cannot show. `python experiments/on_gpu.py` runs these, then the times."""
+"""Tests of the kernels on a real GPU, for what the interpreter cannot show.
+
+`python experiments/on_gpu.py` runs them.
+"""
 
 import itertools
 
@@ -20,7 +23,7 @@ KERNELS = [
 SHAPES = (Shape(), Shape(T=130, H=2, HV=4, K=128, V=128), Shape(T=65, H=1, HV=2, K=192, V=72))
 
 
-ALL = [  # what the kernels take
+ALL = [  # all that the kernels take
   pytest.param(case_id, shape, dtype, id=f"{case_id}-T{shape.T}-K{shape.K}-V{shape.V}-{dtype}")
   for case_id, shape, dtype in itertools.product(KERNELS, SHAPES, ["float32", "bfloat16"])
   if shape.K <= 128 or dtype == "bfloat16" or case_id.startswith("linear_attention")
@@ -43,7 +46,7 @@ def test_same_bits_every_time(case_id):
 
 
 def test_more_than_65535_programs():
-  """One batch a program and more: the axes of a launch that a GPU bounds are not used."""
+  """More programs than a GPU takes on any axis of a launch but the first."""
   q = jax.random.normal(jax.random.key(0), (70_000, 17, 1, 16))
   run = jax.jit(lambda impl: lajax.linear_attention(q, q, q, impl=impl)[0], static_argnums=0)
   assert (

@@ -1,4 +1,6 @@
-"""What the kernels compile to, for GPUs that are not here, and whether the report in docs/ is that of these kernels."""
+"""Compiles the kernels for GPUs that are not here, lowers all of them, and checks the committed
+report.
+"""
 
 import contextlib
 import json
@@ -17,20 +19,10 @@ compiles = pytest.mark.skipif(
 FOUND = json.loads((report.DOCS / "kernels.json").read_text())
 
 
-# Hopper's warp groups share a product of 64 x 16 here: its large pass is cut in two, each of the small ones is made by both, so
-# that each of the two products is 2 x 2 x 4 + 4 instructions, twice over no multiple of three.
-BOTH_GROUPS = {
-  (kernel, gate, 64, "float32", "sm_90a"): (72, 40)
-  for kernel in (
-    "delta_cotangents", "delta_cotangents_in_segments", "delta_summaries_back",
-    "dplr_cotangents", "dplr_cotangents_in_segments", "dplr_summaries_back",
-  )
-  for gate in ("none", "head")
-}  # fmt: skip
-
-
 def check(rows):
-  """No spills, no stack, shared memory within the limit, tensor cores where there are products; float32 by three tf32."""
+  """No spills, no stack, shared memory within the limit, tensor cores exactly where there are
+  products.
+  """
   for row in rows:
     assert row.spills == row.stack == 0, row
     assert 0 < row.registers <= 255, row
@@ -38,9 +30,8 @@ def check(rows):
     assert row.blocks >= 1, row
     products = row.mma + row.wgmma + row.tcgen05
     if row.kernel not in WITHOUT_PRODUCTS:
+      # float32 means products of tf32 parts alone; bfloat16 has products of bfloat16 too.
       assert products > row.tf32 if row.dtype == "bfloat16" else products == row.tf32 > 0, row
-      three = products % 3 == 0 or (row.mma, row.wgmma) == BOTH_GROUPS.get(row[1:6])
-      assert row.dtype == "bfloat16" or three, row
 
 
 @compiles
@@ -65,7 +56,9 @@ def test_compiled_kernels(architecture, dtype, family, gate, D):
 
 
 def described():
-  """A GPU that later versions of JAX want to know of where there is none; earlier ones do not ask."""
+  """Describes a GPU, which later versions of JAX need for lowering where there is none; earlier
+  ones do not ask.
+  """
   try:
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
   except ImportError:
@@ -75,20 +68,6 @@ def described():
   return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
-LAUNCHES = {
-  "linear_attention": 3,
-  "delta_rule": 6,
-  "dplr": 6,
-  "attention": 3,
-  "linear_recurrence": 6,
-}  # both ways; else 2
-IN_SEGMENTS = {
-  "linear_attention": 4,
-  "delta_rule": 5,
-  "dplr": 5,
-}  # of what goes through them, both ways
-
-
 @pytest.mark.parametrize("family", KERNELS)
 def test_kernels_are_lowered_for_a_gpu(family):
   """Also by versions of JAX whose compilation for a GPU cannot be looked at here."""
@@ -96,8 +75,9 @@ def test_kernels_are_lowered_for_a_gpu(family):
   for name in set(made) - {"forward"}:
     with described():
       lowered = jax.jit(made[name].call).trace(*made[name].args).lower(lowering_platforms=("cuda",))
-    wanted = {"decode": 1, "segments": IN_SEGMENTS.get(family)}.get(name, LAUNCHES.get(family, 2))
-    assert lowered.as_text().count("custom_call") == wanted
+    names = model.kernel_names(made[name].call, *made[name].args)
+    assert set(names) <= set(KERNELS[family])
+    assert lowered.as_text().count("custom_call") == len(names) > 0
 
 
 def test_the_report_in_docs_is_whole():
@@ -112,17 +92,10 @@ def test_the_report_in_docs_is_whole():
     (Case(row.family, row.gate, row.D, row.dtype), row.kernel, row.architecture) for row in rows
   } == want
   check(rows)
-  assert (report.DOCS / "kernels.md").read_text() == report.markdown(FOUND)
-
-
-@pytest.mark.parametrize("family", KERNELS)
-def test_the_report_in_docs_belongs_to_these_kernels(family):
-  """`python -m lajax.pallas.report` compiles again what has changed."""
-  assert FOUND["fingerprints"][family] == report.fingerprint(family)
 
 
 def test_steps_by_kernels_take_less_memory_and_memory_linear_in_tokens():
-  """Of the committed figures: XLA's plans for an H100."""
+  """In the committed report: XLA's plans for an H100."""
   temp = {(row["layer"], row["impl"], row["T"]): row["temp"] for row in FOUND["steps"]}
   for layer in report.STEPS["layers"]:
     for T in report.LENGTHS:
@@ -133,7 +106,7 @@ def test_steps_by_kernels_take_less_memory_and_memory_linear_in_tokens():
 
 
 def test_a_model_counts_what_kernels_move_and_compute():
-  """Of one launch of the norm: two arrays read, one written, and the weight."""
+  """One launch of the norm reads two arrays and the weight, and writes one array."""
   shape = Shape(B=1, T=64, H=2, D=64)
   made = programs.programs("gated_rms_norm", "none", shape, "bfloat16")["forward"]
   (found,) = model.launches(made.call, *made.args)
@@ -143,41 +116,10 @@ def test_a_model_counts_what_kernels_move_and_compute():
   assert model.seconds(found, gpu, "bfloat16") == found.moved / gpu.bandwidth
   made = programs.programs("linear_attention", "none", shape, "bfloat16")
   (alone,) = model.launches(made["forward"].call, *made["forward"].args)
-  attend = model.launches(made["train"].call, *made["train"].args)[0]
-  assert alone.kernel == attend.kernel == "linear_outputs"
-  assert (
-    attend.moved - alone.moved == 2 * 64 * 64 * 2
-  )  # the state before each head's one chunk, bfloat16
-  products = 4 * 2 * 64**3  # of each head: scores, what they and the state read, what is written
+  scan = model.launches(made["train"].call, *made["train"].args)[0]
+  assert alone.kernel == scan.kernel == "linear_outputs"
+  # In training it also stores the state before each head's only chunk, in bfloat16.
+  assert scan.moved - alone.moved == 2 * 64 * 64 * 2
+  # Per head: scores, two reads, by them and from the state, and one write.
+  products = 4 * 2 * 64**3
   assert 2 * products < alone.operations < 2.1 * products
-
-
-def test_a_forward_pass_moves_what_it_must():
-  """Over the least possible, bfloat16, K = V = 128: the additive family 1.5, also with the states that it keeps; the other two 2.5."""
-  moved = lambda family: [
-    row.moved for row in report.modelled(Case(family, "head", 128, "bfloat16"), Shape())
-  ]
-  assert max(moved("linear_attention")[:2]) <= 1.5
-  assert moved("delta_rule")[0] <= 2.5
-  assert max(moved("dplr")[:2]) <= 2.5
-
-
-def test_fingerprints_change_with_code_and_not_with_words(tmp_path, monkeypatch):
-  source = (report.FOLDER / "norm.py").read_text()
-  for name in ("launch.py", "tiles.py"):
-    (tmp_path / name).write_text((report.FOLDER / name).read_text())
-  monkeypatch.setattr(report, "FOLDER", tmp_path)
-  digest = lambda text: (
-    (tmp_path / "norm.py").write_text(text) and report.fingerprint("gated_rms_norm")
-  )
-  first = digest(source)
-  assert digest("# a comment\n" + source) == first
-  assert digest(source + "\nMORE = 1\n") != first
-
-
-def test_blocks_at_once():
-  """128 registers and 8 warps fill a core's registers twice."""
-  row = Facts("f", "k", "none", 64, "bfloat16", "sm_80", 8, 128, 0, 0, 24 * 1024, 0, 0, 0, 0)
-  assert row.blocks == 2
-  assert row._replace(shared=100 * 1024).blocks == 1
-  assert row.registers * row.warps * 32 * row.blocks <= compiled.REGISTERS

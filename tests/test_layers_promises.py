@@ -121,8 +121,9 @@ def test_griffin_with_biases_is_one_of_a_wider_input():
   )
   for name in ("conv", "rglru"):
     state[name] = params[name]
-  kernel = np.concatenate([params["in_proj"]["kernel"][...], params["in_proj"]["bias"][...][None]])
-  state["in_proj"]["kernel"] = state["in_proj"]["kernel"].replace(kernel)
+  for name, old in params["in_proj"].items():
+    kernel = np.concatenate([old["kernel"][...], old["bias"][...][None]])
+    state["in_proj"][name]["kernel"] = state["in_proj"][name]["kernel"].replace(kernel)
   out = np.pad(params["out_proj"]["kernel"][...], ((0, 0), (0, 1)))
   state["out_proj"]["kernel"] = state["out_proj"]["kernel"].replace(out)
   want, _ = quick_jit(lambda p, x: nnx.merge(graph, p)(x))(
@@ -149,8 +150,8 @@ def test_forgetting_reads_alike_with_and_without_a_cache():
       parts.append(part)
     assert relative_rms(np.concatenate(parts, axis=1), y) < BUDGET["float64"]["value"]
   _, plain, attend = made(L.SoftmaxAttention, 4, 8, num_kv_heads=2)
-  kernel = params["in_proj"]["kernel"][...][:, : 8 * 8]
-  plain["in_proj"]["kernel"] = plain["in_proj"]["kernel"].replace(kernel)
+  for name in "qkv":
+    plain["in_proj"][name] = params["in_proj"][name]
   plain["out_proj"] = params["out_proj"]
   assert relative_rms(y, attend(plain, x)[0]) < BUDGET["float64"]["value"]
 

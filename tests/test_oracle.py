@@ -53,18 +53,19 @@ def _hgrn2(x, attr):
 
 def _mamba2(x, attr):
   """One group of B and C for all heads."""
-  dt = jax.nn.softplus(x["dt"] + x["dt_bias"])
+  dt = jax.nn.softplus(x["dt"] + x["dt_bias"][None, None])
   return {
     "q": x["Cm"][:, :, None],
     "k": x["Bm"][:, :, None],
     "v": x["x"] * dt[..., None],
-    "g": -jnp.exp(x["A_log"]) * dt,
+    "g": -jnp.exp(x["A_log"])[None, None] * dt,
   }
 
 
 def _mamba1(x, attr):
   dt = jax.nn.softplus(x["dt"])[..., None]
-  return {"x": dt * x["Bm"][:, :, None] * x["x"][..., None], "log_a": -jnp.exp(x["A_log"]) * dt}
+  log_a = -jnp.exp(x["A_log"])[None, None] * dt
+  return {"x": dt * x["Bm"][:, :, None] * x["x"][..., None], "log_a": log_a}
 
 
 def _comba(x, attr):
@@ -80,7 +81,7 @@ def _comba(x, attr):
 
 
 def _in_steps(x, attr):
-  """Rows of the R corrections of a token, one behind the other."""
+  """A file has the R corrections of a token as consecutive rows."""
   R = x["beta"].shape[1] // x["q"].shape[1]
   return x | {
     name: x[name].reshape(x[name].shape[0], -1, R, *x[name].shape[2:])
@@ -95,7 +96,7 @@ ADAPTERS = {
   "lightning_attn": Adapter("linear_attention-head", _constant_decay),
   "simple_gla": Adapter("linear_attention-head"),
   "mamba2_ssd": Adapter(
-    "linear_attention-head", _mamba2, lambda x, o: o + x["D"][:, None] * x["x"]
+    "linear_attention-head", _mamba2, lambda x, o: o + x["D"][None, None, :, None] * x["x"]
   ),
   "gla": Adapter("linear_attention-channel"),
   "hgrn2": Adapter("linear_attention-channel", _hgrn2),
@@ -103,7 +104,7 @@ ADAPTERS = {
   "mamba1": Adapter(
     "linear_recurrence-matrix",
     _mamba1,
-    lambda x, h: (h * x["Cm"][:, :, None]).sum(-1) + x["D"] * x["x"],
+    lambda x, h: (h * x["Cm"][:, :, None]).sum(-1) + x["D"][None, None] * x["x"],
   ),
   "delta_rule": Adapter("delta_rule-none"),
   "gated_delta_rule": Adapter("delta_rule-head"),
@@ -371,7 +372,12 @@ def test_recurrent_in_float64(name):
   check(name, "recurrent", "float64", stacked=True)
 
 
-@pytest.mark.parametrize("name", FILES)
+def _families_first(name: str):
+  fast = ADAPTERS[method_of(name)].case in cases.FAMILIES
+  return pytest.param(name, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [*map(_families_first, FILES)])
 def test_chunked_in_float32(name):
   check(name, "chunked", "float32", stacked=True)
 

@@ -1,7 +1,11 @@
-"""The kernels of matrix states, additive, of the delta rule and of low rank: interpreted on a CPU against `recurrent` in float64.
+"""The kernels of matrix states, additive, of the delta rule and of low rank: interpreted on a CPU
+against `recurrent` in float64.
 
-The interpreter puts NaN behind an array's end, so that a kernel that reads there without a mask fails every comparison.
+The interpreter puts NaN behind the end of an array. A kernel that reads there without a mask fails
+every comparison.
 """
+
+import itertools
 
 import cases
 import jax
@@ -13,12 +17,12 @@ from jax.experimental import pallas as pl
 from pallas_cases import (
   change_by_vmap_and_checkpoint,
   compiled,
-  kept,
   kernels,
-  launches,
+  launches_of,
   misses,
   misses_of_float16,
   refuses_second_derivatives,
+  residuals,
   rounded,
 )
 
@@ -26,6 +30,7 @@ import lajax
 from lajax import pallas
 from lajax.pallas import plan
 from lajax.pallas.launch import launch
+from lajax.pallas.model import kernel_names
 from lajax.recurrence import delta_rule_step, dplr_step, linear_attention_step
 
 GATES = ("none", "head", "channel")
@@ -41,16 +46,18 @@ STEPS = {
 
 
 def _packed():
-  """Fast: one of the additive family and one of the delta rule."""
+  """Yields all families and gates. One is fast; of the others `test_time_splits` has one."""
   for family in FAMILIES:
     for gate in ("head", "channel"):
-      fast = (family, gate) in [("linear_attention", "head"), ("delta_rule", "channel")]
+      fast = (family, gate) == ("delta_rule", "channel")
       yield pytest.param(family, gate, marks=() if fast else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("family", "gate"), [*_packed()])
 def test_packed_documents_of_every_kind_of_values(family, gate):
-  """Outputs, states, all gradients: documents, padding, gates of -inf, sizes no powers of two, grouped heads."""
+  """Outputs, states, all gradients: documents, padding, gates of -inf, sizes no powers of two,
+  grouped heads.
+  """
   case_id = f"{family}-{gate}"
   assert not misses(case_id, BASE, "float32", True, cases.batch(CASES[case_id]))
 
@@ -86,7 +93,9 @@ def test_dtypes(family, gate, dtype, packed):
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes(family, gate, shape, dtype):
-  """Also with one or several tiles of keys, whole and in part, and with one program or several for the values."""
+  """Also with one or several tiles of keys, whole and in part, and with one program or several for
+  the values.
+  """
   case_id = f"{family}-{gate}"
   assert not misses(case_id, shape, dtype, False, TWO)
 
@@ -94,10 +103,10 @@ def test_sizes(family, gate, shape, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "packed"), [("float32", True), ("bfloat16", False)])
 def test_bonus(dtype, packed):
-  """By the same kernels, writes one token later."""
+  """The same kernels compute it, with writes one token later."""
   case_id = "linear_attention-bonus"
   assert not misses(case_id, BASE, dtype, packed, cases.batch(CASES[case_id]))
-  assert launches(case_id, BASE) == (2, 5)
+  assert [len(x) for x in launches_of(case_id, BASE)] == [2, 5]
 
 
 @pytest.mark.slow
@@ -127,8 +136,14 @@ def test_vmap_and_checkpoint(family):
   assert change_by_vmap_and_checkpoint(f"{family}-head", BASE) < 1e-6
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("family", FAMILIES)
+def _decodes():
+  """Yields all families and gates; each family and each gate is fast once."""
+  for family, gate in itertools.product(FAMILIES, GATES):
+    fast = FAMILIES.index(family) == GATES.index(gate)
+    yield pytest.param(family, gate, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "gate"), [*_decodes()])
 def test_decode(family, gate):
   """One token of many states, K and V no powers of two, grouped heads."""
   rng = np.random.default_rng(0)
@@ -146,7 +161,7 @@ def test_decode(family, gate):
 
 
 def test_nan_stands_behind_an_array():
-  """What the other tests rely on: a block's part behind the end of an array is NaN."""
+  """The other tests rely on this: the part of a block behind the end of an array is NaN."""
 
   def copy(inputs, outputs, *, interpreted):
     outputs[0][...] = inputs[0][...]
@@ -170,7 +185,7 @@ def test_nan_stands_behind_an_array():
   assert (x[:12] == 1).all()
 
 
-# --- what is launched, and what is refused ---------------------------------------------------------------------------
+# --- what is launched, and what is refused --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,16 +194,19 @@ def test_nan_stands_behind_an_array():
 @pytest.mark.parametrize(
   ("family", "forward", "both"), [("linear_attention", 2, 5), ("delta_rule", 2, 6), ("dplr", 2, 6)]
 )
-def test_number_of_launches(family, forward, both, gate, chunk):
-  """What is kept between forward and backward is the inputs and the states at the chunks' starts."""
-  assert launches(f"{family}-{gate}", BASE) == (forward, both)
-  found, most = kept(f"{family}-{gate}", BASE, chunk)
-  assert found <= most
+def test_number_of_launches_and_residuals(family, forward, both, gate, chunk):
+  """Residuals are the inputs and the states before the chunks."""
+  case_id = f"{family}-{gate}"
+  assert [len(x) for x in launches_of(case_id, BASE)] == [forward, both]
+  given, _ = rounded(CASES[case_id], cases.inputs(case_id, BASE), "float32")
+  states = -(-BASE.T // chunk) * given["initial_state"].size
+  allowed = sum(x.size for x in given.values()) + states
+  assert residuals(lambda x: kernels(CASES[case_id])(**x), given) <= allowed
 
 
 @pytest.fixture
-def segments(monkeypatch):
-  """Time is cut into segments of few chunks, as on a GPU that few heads do not fill."""
+def splits(monkeypatch):
+  """Time is split into few chunks each, as on a GPU that few heads do not fill."""
   for name, value in (("FILL", 1000), ("SHORTEST", 1), ("LEAST", 2)):
     monkeypatch.setattr(plan, name, value)
   compiled.cache_clear()
@@ -196,10 +214,10 @@ def segments(monkeypatch):
   compiled.cache_clear()
 
 
-def test_number_of_segments():
+def test_number_of_splits():
   """Powers of two from four on, of eight chunks at least, where there are fewer than 128 programs."""
-  assert [plan.segments(programs, 64) for programs in (128, 64, 32, 16, 1)] == [1, 1, 4, 8, 8]
-  assert [plan.segments(1, chunks) for chunks in (31, 32, 63, 64, 10**6)] == [1, 4, 4, 8, 128]
+  assert [plan.count_splits(programs, 64) for programs in (128, 64, 32, 16, 1)] == [1, 1, 4, 8, 8]
+  assert [plan.count_splits(1, chunks) for chunks in (31, 32, 63, 64, 10**6)] == [1, 4, 4, 8, 128]
 
 
 @pytest.mark.parametrize(
@@ -217,28 +235,28 @@ def test_number_of_segments():
     pytest.param("dplr", "channel", Shape(T=75, K=72), "float32", marks=pytest.mark.slow),
   ],
 )
-def test_segments_of_time(segments, family, gate, shape, dtype):
-  """Also where the last segments have no tokens, and with documents that begin and end in any of them."""
+def test_time_splits(splits, family, gate, shape, dtype):
+  """Also where the last splits have no tokens, and with documents that begin and end in any of
+  them.
+  """
   case_id = f"{family}-{gate}"
   packed = cases.batch(CASES[case_id])
-  assert plan.segments(1, -(-shape.T // 64)) > 1
-  assert "_in_segments" in str(
-    jax.make_jaxpr(lambda x: kernels(CASES[case_id])(**x))(cases.inputs(case_id, shape))
-  )
+  assert plan.count_splits(1, -(-shape.T // 64)) > 1
+  forward = lambda x: kernels(CASES[case_id])(**x)
+  names = kernel_names(forward, cases.inputs(case_id, shape))
+  assert any(name.endswith("_in_splits") for name in names)
   assert not misses(case_id, shape, dtype, True, packed)
 
 
-@pytest.mark.parametrize(
-  "family",
-  [pytest.param(x, marks=() if x == "linear_attention" else pytest.mark.slow) for x in FAMILIES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_without_derivatives_is_the_same(family):
-  """It keeps nothing, where the other one keeps states."""
+  """Without derivatives no states before the chunks are stored."""
   case = CASES[f"{family}-head"]
   given, _ = rounded(case, cases.inputs(f"{family}-head", BASE), "bfloat16")
   alone = cases.quick_jit(lambda x: kernels(case)(**x))(given)
-  kept = cases.quick_jit(lambda x: jax.vjp(lambda x: kernels(case)(**x), x)[0])(given)
-  for x, y in zip(jax.tree.leaves(alone), jax.tree.leaves(kept), strict=True):
+  stored = cases.quick_jit(lambda x: jax.vjp(lambda x: kernels(case)(**x), x)[0])(given)
+  for x, y in zip(jax.tree.leaves(alone), jax.tree.leaves(stored), strict=True):
     np.testing.assert_array_equal(x, y)
 
 
@@ -265,11 +283,18 @@ def test_supports():
 @pytest.mark.parametrize(
   "call",
   [
-    lambda x: lajax.linear_attention(x, x, x, impl="pallas")[0],
-    lambda x: lajax.delta_rule(x, x, x, x[..., 0], impl="pallas")[0],
-    lambda x: lajax.dplr(x, x, x, x, x, impl="pallas")[0],
+    pytest.param(
+      lambda x: lajax.linear_attention(x, x, x, impl="pallas")[0], id="linear_attention"
+    ),
+    pytest.param(
+      lambda x: lajax.delta_rule(x, x, x, x[..., 0], impl="pallas")[0],
+      id="delta_rule",
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      lambda x: lajax.dplr(x, x, x, x, x, impl="pallas")[0], id="dplr", marks=pytest.mark.slow
+    ),
   ],
-  ids=FAMILIES,
 )
 def test_second_derivatives_are_refused_with_a_sentence(call):
   refuses_second_derivatives(call)

@@ -1,4 +1,6 @@
-"""What the kernels of the delta rule alone must: keys that repeat, the triangular system, their own refusals."""
+"""Tests of the delta rule's kernels alone: keys that repeat, the triangular system, their own
+refusals.
+"""
 
 import cases
 import jax
@@ -28,7 +30,9 @@ def equal_keys(gate: str, beta: float, decay: float):
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("beta", "decay"), [(1.0, 0.0), (0.1, -0.01)])
 def test_equal_keys_in_bfloat16(gate, decay, beta):
-  """Each value is the correction of the one before: sums of them cancel, and what was rounded does not."""
+  """Each value is the correction of the one before: sums of them cancel, and what was rounded does
+  not.
+  """
   assert not misses(
     f"delta_rule-{gate}",
     BASE,
@@ -57,7 +61,9 @@ def test_the_triangular_system(C):
     (0.3 * rng.standard_normal((C, C)), rng.uniform(size=C)),
     (np.ones((C, C)), np.full(C, 2.0)),
   ]
-  solve = jax.jit(lambda M, beta: tiles.solve(M, beta, tiles.full_products(interpreted=True)))
+  solve = jax.jit(
+    lambda M, beta: tiles.solve_triangle(M, beta, tiles.full_products(interpreted=True))
+  )
   for M, beta in draws:
     M = np.tril(M, -1)
     want = np.linalg.solve(np.eye(C) + M * beta, M)

@@ -1,4 +1,4 @@
-"""Properties over everything that has a space: gates, documents, splits, shapes. Examples are the same in every run."""
+"""Properties over random gates, documents, splits and shapes; every run draws the same examples."""
 
 import cases
 import hypothesis.strategies as st
@@ -14,18 +14,18 @@ VALUES = [-np.inf, -1e4, -20.0, -1.0, -1e-4, 0.0]
 
 @st.composite
 def gates(draw):
-  """A decay per token, in runs of a kind: (value, tokens)."""
-  runs = draw(
+  """One decay per token, from stretches of (value, tokens)."""
+  stretches = draw(
     st.lists(st.tuples(st.sampled_from(VALUES), st.integers(1, 40)), min_size=1, max_size=8)
   )
-  return np.resize(np.concatenate([np.full(n, value) for value, n in runs]), BASE.T)
+  return np.resize(np.concatenate([np.full(n, value) for value, n in stretches]), BASE.T)
 
 
 @st.composite
-def segments(draw):
+def segment_ids(draw):
   """Documents and padding in any order and length."""
-  runs = draw(st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 60)), min_size=1, max_size=8))
-  return np.resize(np.concatenate([np.full(n, i, np.int32) for i, n in runs]), BASE.T)
+  pieces = draw(st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 60)), min_size=1, max_size=8))
+  return np.resize(np.concatenate([np.full(n, i, np.int32) for i, n in pieces]), BASE.T)
 
 
 def gate_of(arrays) -> str:
@@ -36,13 +36,13 @@ def gate_of(arrays) -> str:
 @settings(max_examples=4)
 @given(data=st.data())
 def test_any_gates_and_documents(case_id, data):
-  """Ten rows an example, each with decays and documents of its own: outputs, states and gradients to the budget."""
+  """An example is ten rows, each with decays and documents of its own."""
   case = CASES[case_id]
   arrays = dict(cases.inputs(case_id, BASE, ("plain",) * BATCH))
   gate = gate_of(arrays)
   decays = np.stack([data.draw(gates()) for _ in range(BATCH)])
   arrays[gate] = arrays[gate] * 0 + decays.reshape(*decays.shape, *(1,) * (arrays[gate].ndim - 2))
-  ids = np.stack([data.draw(segments()) for _ in range(BATCH)])
+  ids = np.stack([data.draw(segment_ids()) for _ in range(BATCH)])
   got = cases.evaluate(case, "chunked", "float32", arrays, ids)
   assert not cases.misses(
     case, got, cases.reference(case, arrays, ids, values="float32"), "float32"
@@ -53,7 +53,7 @@ def test_any_gates_and_documents(case_id, data):
 @settings(max_examples=4)
 @given(at=st.integers(1, BASE.T - 1), decays=gates())
 def test_any_split(case_id, at, decays):
-  """A document cut anywhere: the second part, begun with the first part's state, gives what the whole gives."""
+  """Two calls that pass the state on give the outputs and the state of one call."""
   case = CASES[case_id]
   arrays = dict(cases.inputs(case_id, BASE, ("plain",) * BATCH))
   gate = gate_of(arrays)

@@ -1,4 +1,4 @@
-"""The examples of README and of the guides run, their links lead somewhere, their tables are true."""
+"""The examples of README and of the guides run, their links exist, the tables are true."""
 
 import contextlib
 import inspect
@@ -123,7 +123,7 @@ def is_op(function) -> bool:
 
 @pytest.mark.parametrize("row", systems(), ids=lambda row: row["layer `L.…`"].split("`")[1])
 def test_the_table_of_systems_names_the_implementations(row):
-  """What runs on all tokens at once has no `impl`; whether there are kernels shows when it is traced."""
+  """A layer without `impl` has none; tracing a layer shows whether it has kernels."""
   layer = getattr(L, re.findall(r"`(\w+)`", row["layer `L.…`"])[0])
   cases = [case for case in layer_cases.EACH if case.layer.func is layer]
   want = {"recurrent", "associative", "chunked"} if cases else set()

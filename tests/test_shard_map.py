@@ -1,4 +1,6 @@
-"""Under `jax.shard_map`, which checks what varies over a mesh: results and gradients, also of arrays that all devices share."""
+"""Results and gradients under `jax.shard_map`, which checks what varies over a mesh; also of arrays
+that all devices share.
+"""
 
 import cases
 import jax
@@ -12,9 +14,11 @@ from lajax.pallas.norm import gated_rms_norm
 from lajax.pallas.short_conv import short_conv
 
 T, D = 12, 16
-OPS = {  # of x [B T 1 D] and g [B T 1], which the devices have parts of, and w [D], which they share
+# Functions of x [B T 1 D] and g [B T 1], of which each device has a part, and w [D], which all
+# share.
+OPS = {
   "linear_attention": lambda x, g, w, impl: lajax.linear_attention(x, x * w, x, g, impl=impl)[0],
-  "linear_attention by channel": lambda x, g, w, impl: lajax.linear_attention(
+  "linear_attention per channel": lambda x, g, w, impl: lajax.linear_attention(
     x, x, x, g[..., None] * w**2, impl=impl
   )[0],
   "delta_rule": lambda x, g, w, impl: lajax.delta_rule(x, x * w, x, -g, g, impl=impl)[0],
@@ -62,7 +66,10 @@ def test_gradients_are_those_without_a_mesh(name, impl):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_have_gradients_that_vary_as_their_arguments_do(name):
-  """Traced, which is where JAX compares the two. (It cannot yet interpret a kernel under these checks.)"""
+  """Only traced: tracing is where JAX compares the two.
+
+  It cannot yet interpret a kernel under these checks.
+  """
   f = lambda *args: KERNELS[name](*args, "pallas")
   found = jax.eval_shape(gradients(f, True), *arrays())
   assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in arrays()]

@@ -40,6 +40,58 @@ NUMBERS = {
 }
 
 
+# Wrong in the options of ops, by name.
+OPTIONS = {
+  "impl": {"text": "fast", "none": None, "number": 3, "list": ["chunked"], "array": np.ones(2)},
+  "chunk_size": {kind: x for kind, x in COUNTS.items() if kind != "none"} | {"huge": 2**40},
+  "window": {kind: x for kind, x in COUNTS.items() if kind != "none"} | {"huge": 2**31},
+  "scale": {kind: x for kind, x in NUMBERS.items() if kind != "none"},
+  "eps": NUMBERS | {"negative": -1e-6},
+  "causal": {"none": None, "text": "yes", "number": 1, "float": 0.0, "array": np.ones(2)},
+  "normalization": {"none": None, "text": "none", "number": 3, "array": np.ones(2)},
+}
+
+
+def arrays(
+  right, *, optional: bool = False, gate: bool = False, free: tuple[int, ...] = ()
+) -> dict:
+  """Wrong in the place of an array of an op.
+
+  Args:
+    right: the array that is right.
+    optional: whether None is right.
+    gate: whether NaN is wrong.
+    free: axes whose size no other argument fixes.
+  """
+  other = jnp.ones(right.shape, jnp.float32 if right.dtype == jnp.int32 else jnp.int32)
+  longer = {}
+  for axis in set(range(right.ndim)) - set(free):
+    shape = [size + (n == axis) for n, size in enumerate(right.shape)]
+    longer[f"axis {axis} longer"] = jnp.full(shape, -0.5).astype(right.dtype)
+  return {
+    **({} if optional else {"none": None}),
+    "text": "x",
+    "list": np.asarray(right).tolist(),
+    "number": 7,
+    "bool": jnp.ones(right.shape, bool),
+    "complex": jnp.ones(right.shape, jnp.complex64),
+    "dtype": other,
+    "rank too small": right[0],
+    "rank too large": right[..., None],
+    **({"nan": jnp.full(right.shape, jnp.nan)} if gate else {}),
+    **longer,
+  }
+
+
+def parts(right: tuple) -> dict:
+  """Wrong in the place of a state that is a tuple of arrays."""
+  found = {"half": right[:1], "text": "x", "number": 7}
+  for n, part in enumerate(right):
+    for kind, wrong in arrays(part).items():
+      found[f"part {n}, {kind}"] = (*right[:n], wrong, *right[n + 1 :])
+  return found
+
+
 def matrices(shape: tuple[int, ...], dtype) -> dict:
   """Wrong where an array of this shape and dtype must match other arrays."""
   dtype = jnp.dtype(dtype)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_positive
+from lajax._shapes import check_number, check_whole
 from lajax.layers.features import squares, taylor2
 from lajax.layers.linear_attention import KernelAttention
 from lajax.layers.parameters import widen
@@ -49,7 +49,7 @@ class Based(KernelAttention):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("head_dim", head_dim)
+    check_whole("head_dim", head_dim)
     super().__init__(
       d_model,
       num_heads,
@@ -110,7 +110,7 @@ class ReBased(KernelAttention):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("head_dim", head_dim)
+    check_whole("head_dim", head_dim)
     super().__init__(
       d_model,
       num_heads,
@@ -124,6 +124,7 @@ class ReBased(KernelAttention):
       param_dtype=param_dtype,
       rngs=rngs,
     )
+    check_number("norm_eps", norm_eps, 0)
     options = {
       "epsilon": norm_eps,
       "use_fast_variance": False,

@@ -5,11 +5,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lajax._shapes import check, check_option
+from lajax._shapes import (
+  check,
+  check_dtype_option,
+  check_given,
+  check_option,
+  check_rngs,
+  check_whole,
+)
 from lajax.layers.features import FeatureMap, scaled_exp
 from lajax.layers.features import feature_map as _feature_map
 from lajax.layers.mixer import value_heads, value_width
 from lajax.layers.parameters import widen
+from lajax.layers.stateful import on_layer_mesh
 from lajax.ops.bidirectional import (
   NORMALIZATIONS,
   bidirectional_linear_attention,
@@ -19,7 +27,7 @@ from lajax.ops.bidirectional import (
 
 
 class _Bidirectional(nnx.Module):
-  """One projection in, an op on q, k, v, one projection out; a subclass writes `mix`."""
+  """Projections in, an op on q, k, v, one projection out; a subclass writes `mix`."""
 
   def __init__(
     self,
@@ -31,11 +39,16 @@ class _Bidirectional(nnx.Module):
     param_dtype,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
+    check_whole("d_model", d_model)
+    check_dtype_option("dtype", dtype)
+    check_dtype_option("param_dtype", param_dtype, optional=False)
+    check_rngs(rngs)
     linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self.in_proj = nnx.Linear(d_model, H * (2 * K + V), **linear)
+    widths = {"q": H * K, "k": H * K, "v": H * V}
+    self.in_proj = nnx.Dict({name: nnx.Linear(d_model, n, **linear) for name, n in widths.items()})
     self.out_proj = nnx.Linear(H * V, d_model, **linear)
-    self.d_model, self.num_heads, self.head_dim = d_model, num_heads, head_dim
+    self.d_model, self.num_heads = d_model, num_heads
 
   def mix(self, q, k, v, segment_ids) -> Array:
     raise NotImplementedError
@@ -47,7 +60,8 @@ class _Bidirectional(nnx.Module):
 
     Args:
       x: [B T D], D = d_model.
-      segment_ids: [B T], the document of each token, ids >= 0; -1 for padding. A change of id begins a new document.
+      segment_ids: [B T] int32, the document of each token, ids >= 0; -1 for padding. A change of id
+        begins a new document.
 
     Returns:
       y [B T D], zero at padding.
@@ -55,14 +69,21 @@ class _Bidirectional(nnx.Module):
     Raises:
       ValueError: an argument has the wrong rank, size or dtype.
     """
-    sizes = check({"D": self.d_model}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
-    if segment_ids is not None:
-      x = jnp.where((segment_ids >= 0)[..., None], x, jnp.zeros((), x.dtype))
-    H, K = self.num_heads, self.head_dim
-    q, k, v = jnp.split(self.in_proj(x), [H * K, 2 * H * K], axis=-1)
-    heads = lambda a: a.reshape(sizes["B"], sizes["T"], H, a.shape[-1] // H)
-    o = self.mix(heads(q), heads(k), heads(v), segment_ids)
-    return self.out_proj(o.reshape(sizes["B"], sizes["T"], self.out_proj.in_features))
+    check_given(x=(x, "B T D"))
+    check({"D": self.d_model}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
+    return on_layer_mesh(_call, self, jnp.asarray(x), None, segment_ids)[0]
+
+
+def _call(layer: _Bidirectional, x: Array, state: None, segment_ids) -> tuple[Array, None]:
+  if segment_ids is not None:
+    x = jnp.where((segment_ids >= 0)[..., None], x, jnp.zeros((), x.dtype))
+
+  def heads(name):
+    y = layer.in_proj[name](x)
+    return y.reshape(*y.shape[:2], layer.num_heads, y.shape[-1] // layer.num_heads)
+
+  o = layer.mix(heads("q"), heads("k"), heads("v"), segment_ids)
+  return layer.out_proj(jax.lax.collapse(o, 2)), None
 
 
 class EfficientAttention(_Bidirectional):
@@ -146,8 +167,8 @@ class BidirectionalLinearAttention(_Bidirectional):
     super().__init__(d_model, num_heads, head_dim, expand_v, dtype, param_dtype, rngs)
 
   def mix(self, q, k, v, segment_ids):
+    q, k = widen(q), widen(k)
     if self.phi is scaled_exp:  # a factor of q cancels, and one of all keys of a document
-      q, k = widen(q), widen(k)
       q = q - jax.lax.stop_gradient(q.max(-1, keepdims=True))
       k = k - document_maximum(jax.lax.stop_gradient(k.max(-1, keepdims=True)), segment_ids)
     return bidirectional_linear_attention(self.phi(q), self.phi(k), v, segment_ids=segment_ids)

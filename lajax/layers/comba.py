@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lajax._numerics import l2_normalize
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, log_uniform_rate, softplus_decay, step_bias, widen
+from lajax._shapes import check_flag
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import aligned, log_uniform_rate, softplus_decay, step_bias, widen
 from lajax.ops import dplr
 
 
@@ -55,9 +56,10 @@ class Comba(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "a": (H,)} | (
-      {"gate": (H, V)} if use_gate else {}
+    check_flag("correct_outputs", correct_outputs)
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
+    projections = with_gate(
+      {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "a": (H,)}, use_gate, H, V
     )
     super().__init__(
       d_model,
@@ -75,16 +77,17 @@ class Comba(Mixer):
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
     self.d = nnx.Param(jnp.ones(H, self.gate_dtype))
     self.D = nnx.Param(jnp.ones(H, self.gate_dtype)) if correct_outputs else None
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps)
 
   def mix(self, p, memory, documents):
     q, k, v = widen(l2_normalize(p["q"])), widen(l2_normalize(p["k"])), p["v"]
     beta = jax.nn.sigmoid(widen(p["beta"]))[..., None]
     g = softplus_decay(p["a"], self.A_log[...], self.dt_bias[...])
-    feedback = jax.nn.sigmoid(self.d[...])[:, None] * k
+    per_head = lambda weight: aligned(weight[...][:, None], k)
+    feedback = jax.nn.sigmoid(per_head(self.d)) * k
     if self.D is not None:
-      q = q - self.D[...][:, None] * feedback
-    o, memory = self.run(
+      q = q - per_head(self.D) * feedback
+    o, memory = self.apply_op(
       dplr,
       q,
       k,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from lajax._shapes import check_positive
+from lajax._shapes import check_whole
 from lajax.layers.linear_attention import KernelAttention
 from lajax.layers.parameters import widen
 
@@ -53,8 +53,8 @@ class CosFormer(KernelAttention):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("head_dim", head_dim)
-    check_positive("max_length", max_length)
+    check_whole("head_dim", head_dim)
+    check_whole("max_length", max_length)
     super().__init__(
       d_model,
       num_heads,

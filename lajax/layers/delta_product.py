@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lajax._numerics import l2_normalize
-from lajax._shapes import check_positive
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, log_uniform_rate, softplus_decay, step_bias, widen
+from lajax._shapes import check_flag, check_whole
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import log_uniform_rate, softplus_decay, step_bias, widen
 from lajax.ops import delta_product
 
 
@@ -61,14 +61,17 @@ class DeltaProduct(Mixer):
     rngs: nnx.Rngs,
   ):
     H, K, V, R = (
-      value_heads(num_heads, None),
+      value_heads(num_heads),
       head_dim,
       value_width(head_dim, expand_v),
       num_householder,
     )
-    check_positive("num_householder", num_householder)
-    projections = {"q": (H, K), "k": (R, H, K), "v": (R, H, V), "beta": (R, H)}
-    projections |= ({"a": (H,)} if use_decay else {}) | ({"gate": (H, V)} if use_gate else {})
+    check_whole("num_householder", num_householder)
+    check_flag("use_decay", use_decay)
+    check_flag("allow_negative_eigenvalues", allow_negative_eigenvalues)
+    # Heads before the R steps, so that a cut of the columns by heads is one of all projections.
+    projections = {"q": (H, K), "k": (H, R, K), "v": (H, R, V), "beta": (H, R)}
+    projections = with_gate(projections | ({"a": (H,)} if use_decay else {}), use_gate, H, V)
     super().__init__(
       d_model,
       projections,
@@ -87,14 +90,15 @@ class DeltaProduct(Mixer):
       else None
     )
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype)) if use_decay else None
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps)
     self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
 
   def mix(self, p, memory, documents):
-    q, k = l2_normalize(p["q"]), l2_normalize(p["k"])
-    beta = self.beta_range * jax.nn.sigmoid(widen(p["beta"]))
+    k, v, beta = (jnp.swapaxes(p[name], 2, 3) for name in ("k", "v", "beta"))
+    q, k = l2_normalize(p["q"]), l2_normalize(k)
+    beta = self.beta_range * jax.nn.sigmoid(widen(beta))
     g = None
     if self.A_log is not None and self.dt_bias is not None:
       g = softplus_decay(p["a"], self.A_log[...], self.dt_bias[...])
-    o, memory = self.run(delta_product, q, k, p["v"], beta, g, memory=memory, documents=documents)
+    o, memory = self.apply_op(delta_product, q, k, v, beta, g, memory=memory, documents=documents)
     return self.norm(o, p.get("gate")), memory

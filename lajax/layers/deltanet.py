@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lajax._numerics import l2_normalize
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, widen
+from lajax._shapes import check_flag
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import widen
 from lajax.ops import delta_rule
 
 
@@ -55,10 +56,9 @@ class DeltaNet(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,)} | (
-      {"gate": (H, V)} if use_gate else {}
-    )
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
+    projections = with_gate({"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,)}, use_gate, H, V)
+    check_flag("allow_negative_eigenvalues", allow_negative_eigenvalues)
     super().__init__(
       d_model,
       projections,
@@ -71,11 +71,11 @@ class DeltaNet(Mixer):
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps)
     self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
 
   def mix(self, p, memory, documents):
     q, k = l2_normalize(p["q"]), l2_normalize(p["k"])
     beta = self.beta_range * jax.nn.sigmoid(widen(p["beta"]))
-    o, memory = self.run(delta_rule, q, k, p["v"], beta, memory=memory, documents=documents)
+    o, memory = self.apply_op(delta_rule, q, k, p["v"], beta, memory=memory, documents=documents)
     return self.norm(o, p.get("gate")), memory

@@ -1,5 +1,6 @@
 """Feature maps phi of linear attention: exp(q . k) is replaced by phi(q) . phi(k)."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -13,11 +14,26 @@ from lajax._numerics import accumulation_dtype
 FeatureMap = Callable[[Float[Array, "... K"]], Float[Array, "... F"]]
 
 
+def in_float32(phi: FeatureMap) -> FeatureMap:
+  """Returns phi, computed in float32 at least and rounded once, to the dtype of its input."""
+
+  @functools.wraps(phi)
+  def wide(x, *options, **named):
+    return phi(x.astype(accumulation_dtype(x)), *options, **named).astype(x.dtype)
+
+  return wide
+
+
+@in_float32
 def elu_plus_one(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
-  """elu(x) + 1: positive. (Katharopoulos et al. 2020, arXiv:2006.16236, equation 7.)"""
-  return jax.nn.elu(x) + 1
+  """elu(x) + 1, positive: x + 1 from 0 on, else exp(x), which is never a difference of two ones.
+
+  Katharopoulos et al. 2020, arXiv:2006.16236, equation 7.
+  """
+  return jnp.where(x >= 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 
+@in_float32
 def scaled_exp(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
   """exp(x / sqrt K), elementwise: positive."""
   return jnp.exp(x * x.shape[-1] ** -0.5)
@@ -27,6 +43,7 @@ def identity(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
   return x
 
 
+@in_float32
 def taylor2(x: Float[Array, "... K"]) -> Float[Array, "... 1+K+K*K"]:
   """phi(q) . phi(k) = 1 + s + s^2 / 2 with s = q . k / sqrt K: the second Taylor polynomial of exp(s), positive.
 
@@ -38,13 +55,15 @@ def taylor2(x: Float[Array, "... K"]) -> Float[Array, "... 1+K+K*K"]:
   return jnp.concatenate([jnp.ones_like(x[..., :1]), x, squares * 2**-0.5], axis=-1)
 
 
+@in_float32
 def squares(x: Float[Array, "... K"]) -> Float[Array, "... K*(K+1)/2"]:
   """phi(q) . phi(k) = (q . k)^2 / K: the products x_i x_j, each pair once."""
   i, j = np.triu_indices(x.shape[-1])
   weight = np.where(i == j, 1, 2**0.5) * x.shape[-1] ** -0.5
-  return x[..., i] * x[..., j] * weight.astype(x.dtype)
+  return x[..., i] * x[..., j] * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
+@in_float32
 def dpfp(x: Float[Array, "... K"], nu: int = 1) -> Float[Array, "... 2*K*nu"]:
   """Deterministic parameter-free projection: phi(x) = (r_i r_{i-j}) for j = 1 .. nu, r = relu(x, -x), indices modulo 2 K.
 
@@ -62,9 +81,8 @@ def orthogonal_projection(
   blocks = -(-count // width)
   directions, lengths = jax.random.normal(key, (2, blocks, width, width), dtype)
   q, r = jnp.linalg.qr(directions)
-  q = (
-    q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[:, None]
-  )  # so that it is uniform over all rotations
+  signs = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
+  q = q * signs[:, None]  # so that it is uniform over all rotations
   columns = q * jnp.linalg.norm(lengths, axis=-2, keepdims=True)
   return jnp.moveaxis(columns, 0, 1).reshape(width, blocks * width)[:, :count]
 
@@ -88,11 +106,8 @@ def favor_features(
   """
   dtype = accumulation_dtype(x, projection)
   x = x.astype(dtype) * x.shape[-1] ** -0.25
-  exponent = (
-    jnp.matmul(x, projection.astype(dtype), precision="highest")
-    - (x * x).sum(-1, keepdims=True) / 2
-  )
-  return exponent - 0.5 * math.log(projection.shape[-1])
+  along = jnp.matmul(x, projection.astype(dtype), precision="highest")
+  return along - (x * x).sum(-1, keepdims=True) / 2 - 0.5 * math.log(projection.shape[-1])
 
 
 FEATURE_MAPS: dict[str, FeatureMap] = {
@@ -107,10 +122,10 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
 
 
 def feature_map(choice: str | FeatureMap) -> FeatureMap:
-  """The map of that name, or the callable itself."""
+  """Returns the map of that name, or the callable itself."""
   if callable(choice):
     return choice
-  if choice not in FEATURE_MAPS:
+  if not isinstance(choice, str) or choice not in FEATURE_MAPS:
     known = ", ".join(map(repr, FEATURE_MAPS))
     raise ValueError(
       f"`feature_map` must be one of {known}, or a function of an array; got {choice!r}."

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lajax._numerics import l2_normalize
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, log_uniform_rate, softplus_decay, step_bias, widen
+from lajax._shapes import check_flag
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import log_uniform_rate, softplus_decay, step_bias, widen
 from lajax.ops import delta_rule
 
 
@@ -63,9 +64,10 @@ class GatedDeltaNet(Mixer):
       head_dim,
       value_width(head_dim, expand_v),
     )
-    projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "a": (HV,)} | (
-      {"gate": (HV, V)} if use_gate else {}
+    projections = with_gate(
+      {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "a": (HV,)}, use_gate, HV, V
     )
+    check_flag("allow_negative_eigenvalues", allow_negative_eigenvalues)
     super().__init__(
       d_model,
       projections,
@@ -80,12 +82,12 @@ class GatedDeltaNet(Mixer):
     )
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (HV,), 0.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (HV,), self.gate_dtype))
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps)
     self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
 
   def mix(self, p, memory, documents):
     q, k = l2_normalize(p["q"]), l2_normalize(p["k"])
     beta = self.beta_range * jax.nn.sigmoid(widen(p["beta"]))
     g = softplus_decay(p["a"], self.A_log[...], self.dt_bias[...])
-    o, memory = self.run(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)
+    o, memory = self.apply_op(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)
     return self.norm(o, p.get("gate")), memory

@@ -6,8 +6,8 @@ from flax import nnx
 
 from lajax._numerics import l2_normalize
 from lajax._shapes import check_positive
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, log_uniform_rate, softplus_decay, step_bias, widen
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import log_uniform_rate, softplus_decay, step_bias, widen
 from lajax.ops import delta_rule
 
 
@@ -56,18 +56,11 @@ class GatedDeltaNet2(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
     check_positive("gate_rank", gate_rank)
     R = V if gate_rank is None else gate_rank
-    projections = {
-      "q": (H, K),
-      "k": (H, K),
-      "v": (H, V),
-      "erase": (H, K),
-      "write": (H, V),
-      "f": (R,),
-    }
-    projections |= {"gate": (H, V)} if use_gate else {}
+    direct = {"q": (H, K), "k": (H, K), "v": (H, V), "erase": (H, K), "write": (H, V), "f": (R,)}
+    projections = with_gate(direct, use_gate, H, V)
     super().__init__(
       d_model,
       projections,
@@ -85,24 +78,15 @@ class GatedDeltaNet2(Mixer):
     )
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H, K), self.gate_dtype))
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps)
 
   def mix(self, p, memory, documents):
     q, k = l2_normalize(p["q"]), l2_normalize(p["k"])
     erase, write = (jax.nn.sigmoid(widen(p[name])) for name in ("erase", "write"))
     f = self.decay_proj(p["f"]).reshape(k.shape)
     g = softplus_decay(f, self.A_log[...][:, None], self.dt_bias[...])
-    o, memory = delta_rule(
-      q,
-      k,
-      p["v"],
-      None,
-      g,
-      erase=erase,
-      write=write,
-      initial_state=memory,
-      segment_ids=documents.ids,
-      impl=self.impl,
-      chunk_size=self.chunk_size,
+    gates = {"erase": erase, "write": write}
+    o, memory = self.apply_op(
+      delta_rule, q, k, p["v"], None, g, memory=memory, documents=documents, **gates
     )
     return self.norm(o, p.get("gate")), memory

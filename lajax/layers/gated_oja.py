@@ -6,8 +6,8 @@ from flax import nnx
 
 from lajax._numerics import l2_normalize
 from lajax._shapes import check_positive
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, log_uniform_rate, softplus_decay, step_bias, widen
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import log_uniform_rate, softplus_decay, step_bias, widen
 from lajax.ops import gated_oja
 
 
@@ -56,11 +56,11 @@ class GatedOja(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
     check_positive("gate_rank", gate_rank)
     R = V if gate_rank is None else gate_rank
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "f": (R,)} | (
-      {"gate": (H, V)} if use_gate else {}
+    projections = with_gate(
+      {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "f": (R,)}, use_gate, H, V
     )
     super().__init__(
       d_model,
@@ -79,11 +79,13 @@ class GatedOja(Mixer):
     )
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H, V), self.gate_dtype))
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps)
 
   def mix(self, p, memory, documents):
     v, beta = l2_normalize(p["v"]), jax.nn.sigmoid(widen(p["beta"]))
     f = self.decay_proj(p["f"]).reshape(v.shape)
     g = softplus_decay(f, self.A_log[...][:, None], self.dt_bias[...])
-    o, memory = self.run(gated_oja, p["q"], p["k"], v, beta, g, memory=memory, documents=documents)
+    o, memory = self.apply_op(
+      gated_oja, p["q"], p["k"], v, beta, g, memory=memory, documents=documents
+    )
     return self.norm(o, p.get("gate")), memory

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_positive
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, widen
+from lajax._shapes import check_number, check_whole
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import widen
 from lajax.ops import linear_attention
 
 
@@ -56,14 +56,11 @@ class GLA(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    check_positive("gate_rank", gate_rank)
-    if not gate_normalizer > 0:
-      raise ValueError(
-        f"`gate_normalizer` must be positive, so that the decay is at most 1; got {gate_normalizer}."
-      )
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "f": (gate_rank,)} | (
-      {"gate": (H, V)} if use_gate else {}
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
+    check_whole("gate_rank", gate_rank)
+    check_number("gate_normalizer", gate_normalizer, above=0)
+    projections = with_gate(
+      {"q": (H, K), "k": (H, K), "v": (H, V), "f": (gate_rank,)}, use_gate, H, V
     )
     super().__init__(
       d_model,
@@ -78,15 +75,13 @@ class GLA(Mixer):
       rngs=rngs,
     )
     self.decay_proj = nnx.Linear(gate_rank, H * K, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps)
     self.gate_normalizer = gate_normalizer
 
   def mix(self, p, memory, documents):
-    g = (
-      jax.nn.log_sigmoid(widen(self.decay_proj(p["f"]))).reshape(p["k"].shape)
-      / self.gate_normalizer
-    )
-    o, memory = self.run(
+    f = widen(self.decay_proj(p["f"])).reshape(p["k"].shape)
+    g = jax.nn.log_sigmoid(f) / self.gate_normalizer
+    o, memory = self.apply_op(
       linear_attention, p["q"], p["k"], p["v"], g, memory=memory, documents=documents
     )
     return self.norm(o, p.get("gate")), memory

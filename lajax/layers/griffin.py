@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_positive
+from lajax._shapes import check_positive, check_whole
 from lajax.layers.mixer import Mixer
 from lajax.layers.parameters import widen
 from lajax.layers.rglru import RGLRU
@@ -34,6 +34,8 @@ class GriffinBlock(Mixer):
   arXiv:2404.07839.
   """
 
+  memory_letters = "B D"
+
   def __init__(
     self,
     d_model: int,
@@ -47,7 +49,7 @@ class GriffinBlock(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("d_model", d_model)
+    check_whole("d_model", d_model)
     check_positive("lru_width", lru_width)
     W = lru_width or d_model
     super().__init__(
@@ -68,5 +70,6 @@ class GriffinBlock(Mixer):
     self.rglru = RGLRU(W, num_blocks, impl=impl, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
   def mix(self, p, memory, documents):
-    h, memory = self.rglru.recur(documents.only_real(p["u"]), memory, documents)
-    return (h * jax.nn.gelu(widen(p["gate"]), approximate=True)).astype(h.dtype), memory
+    h, memory = self.rglru.recur(documents.blank_padding(p["u"]), memory, documents)
+    gated = widen(h) * jax.nn.gelu(widen(p["gate"]), approximate=True)
+    return gated.astype(h.dtype), memory

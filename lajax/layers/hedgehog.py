@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from lajax._shapes import check_positive
+from lajax._shapes import check_whole
 from lajax.layers.linear_attention import KernelAttention
 from lajax.layers.parameters import widen
 
@@ -50,7 +50,7 @@ class Hedgehog(KernelAttention):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("head_dim", head_dim)
+    check_whole("head_dim", head_dim)
     super().__init__(
       d_model,
       num_heads,
@@ -76,5 +76,5 @@ class Hedgehog(KernelAttention):
 def _both_signs(
   x: Float[Array, "B T H K"], weight: Float[Array, "H K K"]
 ) -> Float[Array, "B T H 2*K"]:
-  x = widen(jnp.einsum("bthk,hkf->bthf", x, weight.astype(x.dtype)))
+  x = jnp.einsum("bthk,hkf->bthf", widen(x), widen(weight), precision="highest")
   return jax.nn.softmax(jnp.concatenate([x, -x], axis=-1), axis=-1)

@@ -6,9 +6,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from lajax._shapes import check, check_positive
-from lajax.layers.mixer import Mixer
-from lajax.layers.parameters import GatedRMSNorm, widen
+from lajax._shapes import check, check_number, check_positive, check_whole
+from lajax.layers.mixer import Mixer, with_gate
+from lajax.layers.parameters import aligned, widen
 from lajax.ops import linear_recurrence
 
 LOWEST = -80.0  # of what the sigmoid gets: below it, float32 has no normal number for the gate
@@ -49,12 +49,17 @@ def lower_bound_of(bound: float | Array, shape: tuple[int, ...]) -> "float | Low
     letters = [f"D{n}" for n in range(len(shape))]
     check(dict(zip(letters, shape, strict=True)), lower_bound=(bound, " ".join(letters)))
     return LowerBound(widen(jnp.asarray(bound)))
-  number = float(bound)
+  number = check_number("lower_bound", bound)
   if not 0 <= number < 1:
     raise ValueError(
       f"`lower_bound` must be in [0, 1), so that the gate can both keep and forget; got {number}."
     )
   return number
+
+
+def bound_value(bound: "float | LowerBound", f: Float[Array, "B T *D"]) -> float | Array:
+  """Returns the bound that a layer keeps, aligned with the gate's inputs f."""
+  return aligned(bound[...], f) if isinstance(bound, LowerBound) else bound
 
 
 def forget_gate(
@@ -99,6 +104,8 @@ class HGRN(Mixer):
   arXiv:2311.04823, section 3.2.
   """
 
+  memory_letters = "B D"
+
   def __init__(
     self,
     d_model: int,
@@ -113,11 +120,12 @@ class HGRN(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    check_whole("d_model", d_model)
     check_positive("width", width)
     W = width or d_model
     super().__init__(
       d_model,
-      {"i": (W,), "f": (W,)} | ({"gate": (W,)} if use_gate else {}),
+      with_gate({"i": (W,), "f": (W,)}, use_gate, W),
       inner=W,
       memory=(W,),
       conv_size=conv_size,
@@ -129,11 +137,10 @@ class HGRN(Mixer):
       rngs=rngs,
     )
     self.lower_bound = lower_bound_of(lower_bound, (W,))
-    self.norm = GatedRMSNorm(W, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(W, norm_eps)
 
   def mix(self, p, memory, documents):
-    bound = self.lower_bound
-    g, forgets = forget_gate(p["f"], bound[...] if isinstance(bound, LowerBound) else bound)
+    g, forgets = forget_gate(p["f"], bound_value(self.lower_bound, p["f"]))
     i = forgets * jax.nn.silu(widen(p["i"]))
     h, memory = linear_recurrence(
       i, g, initial_state=memory, segment_ids=documents.ids, impl=self.impl

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from lajax.layers.hgrn import LowerBound, forget_gate, lower_bound_of
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm
+from lajax.layers.hgrn import bound_value, forget_gate, lower_bound_of
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
 from lajax.ops import linear_attention
 
 
@@ -56,8 +55,8 @@ class HGRN2(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    projections = {"q": (H, K), "f": (H, K), "i": (H, V)} | ({"gate": (H * V,)} if use_gate else {})
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
+    projections = with_gate({"q": (H, K), "f": (H, K), "i": (H, V)}, use_gate, H * V)
     super().__init__(
       d_model,
       projections,
@@ -73,12 +72,11 @@ class HGRN2(Mixer):
       rngs=rngs,
     )
     self.lower_bound = lower_bound_of(lower_bound, (H, K))
-    self.norm = GatedRMSNorm(H * V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(H * V, norm_eps)
 
   def mix(self, p, memory, documents):
-    bound = self.lower_bound
-    g, k = forget_gate(p["f"], bound[...] if isinstance(bound, LowerBound) else bound)
-    o, memory = self.run(
+    g, k = forget_gate(p["f"], bound_value(self.lower_bound, p["f"]))
+    o, memory = self.apply_op(
       linear_attention, jax.nn.silu(p["q"]), k, p["i"], g, memory=memory, documents=documents
     )
     return self.norm(jax.lax.collapse(o, 2), p.get("gate")), memory

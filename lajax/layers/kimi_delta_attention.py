@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lajax._numerics import l2_normalize
-from lajax._shapes import check_positive
-from lajax.layers.mixer import Mixer, value_heads, value_width
+from lajax._shapes import check_flag, check_number, check_positive
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
 from lajax.layers.parameters import (
-  GatedRMSNorm,
   bounded_decay,
   log_uniform_rate,
   softplus_decay,
@@ -76,14 +75,15 @@ class KimiDeltaAttention(Mixer):
       value_width(head_dim, expand_v),
     )
     check_positive("gate_rank", gate_rank)
-    if lower_bound is not None and not lower_bound < 0:
+    if lower_bound is not None and check_number("lower_bound", lower_bound) >= 0:
       raise ValueError(
         f"`lower_bound` must be a negative log decay, such as -5.0, or None; got {lower_bound}."
       )
     R = V if gate_rank is None else gate_rank
-    projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "f": (R,)} | (
-      {"gate": (R,)} if use_gate else {}
+    projections = with_gate(
+      {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "f": (R,)}, use_gate, R
     )
+    check_flag("allow_negative_eigenvalues", allow_negative_eigenvalues)
     super().__init__(
       d_model,
       projections,
@@ -101,7 +101,7 @@ class KimiDeltaAttention(Mixer):
     self.gate_proj = nnx.Linear(R, HV * V, **linear) if use_gate else None
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (HV,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (HV, K), self.gate_dtype))
-    self.norm = GatedRMSNorm(V, "sigmoid", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps, "sigmoid")
     self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
     self.lower_bound = lower_bound
 
@@ -114,6 +114,6 @@ class KimiDeltaAttention(Mixer):
       g = softplus_decay(f, A_log, dt_bias)
     else:
       g = bounded_decay(f, A_log, dt_bias, self.lower_bound)
-    o, memory = self.run(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)
+    o, memory = self.apply_op(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)
     gate = None if self.gate_proj is None else self.gate_proj(p["gate"]).reshape(o.shape)
     return self.norm(o, gate), memory

@@ -1,115 +1,202 @@
-"""The cache of tokens that the layers of softmax attention carry: one place a token, a ring where there is a window."""
+"""Cache of a document's tokens, as the layers of softmax attention carry it.
 
-from typing import NamedTuple
+A cache is a tuple of arrays [B S HK ..] with one place per token. Without a window, S is the longest
+document that fits. With a window of at most S tokens the places are a ring: token p of a document
+stands at place p mod S, and the oldest token gives way.
+"""
 
+import functools
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from lajax._shapes import check_positive
+from lajax._shapes import check, check_positive
 from lajax.layers.mixer import Mixer
-from lajax.layers.state import Documents, LayerState
+from lajax.layers.parameters import promoted, wide_dtype, widen
+from lajax.layers.state import CallDocuments, LayerState
 
 Cache = tuple[Array, ...]  # each [B S HK ..]
 
 
-class Seen(NamedTuple):
-  """What the tokens of a call may read behind a cache, and where it stands: S keys for T queries."""
+def key_heads(num_heads: int, num_kv_heads: int | None) -> int:
+  """Returns HK, a divisor of H; H where it is not given."""
+  check_positive("num_kv_heads", num_kv_heads)
+  heads = num_heads if num_kv_heads is None else num_kv_heads
+  if num_heads % heads:
+    raise ValueError(
+      f"`num_kv_heads` must divide num_heads = {num_heads}; got {heads}. Take a divisor of it."
+    )
+  return heads
 
-  arrays: Cache  # each [B S HK ..]: the cache and the call's tokens
-  position: Int[Array, "B S"]  # in the document; < 0 where nothing stands
-  segment: Int[Array, "B S"]  # -1: to be read by nobody
-  q_segment: Int[Array, "B T"]
-  lost: Bool[Array, "B T"] | None  # the tokens of documents that the cache did not hold
+
+def gated(o: Float[Array, "B T H K"], gate: Float[Array, "B T H K"] | None):
+  """Returns o * sigmoid(gate) in o's dtype, computed in float32 at least; o where there is no gate."""
+  return o if gate is None else (widen(o) * jax.nn.sigmoid(widen(gate))).astype(o.dtype)
+
+
+class CachedArray(NamedTuple):
+  """One array of a cache."""
+
+  name: str  # in messages
+  letters: str  # axes of one token's part, "HK K"
+  shape: tuple[int, ...]  # sizes of these axes
+  wide: bool = False  # float32 at least, whatever the computation's dtype
+
+
+class Context(NamedTuple):
+  """The S keys that the T tokens of a call may read, and the cache after the call."""
+
+  arrays: Cache  # each [B S HK ..]: the cache's tokens, and the call's
+  position: Int[Array, "B S"]  # in the document; below 0 at an empty place
+  document: Int[Array, "B S"]  # numbered as in `q_document`; -1: read by no token
+  q_document: Int[Array, "B T"]  # of the call's tokens; -1: padding
+  lost: Bool[Array, "B T"] | None  # tokens of documents that no longer fit; None: all fit
   cache: Cache  # after the call
 
-  def only_kept(self, o: Array) -> Array:
-    """o [B T ..] with NaN where a token could not see its whole document."""
+  def nan_if_lost(self, o: Array) -> Array:
+    """Returns o [B T ..] with NaN at tokens that could not read their whole document."""
     return o if self.lost is None else jnp.where(self.lost[..., None, None], jnp.nan, o)
 
 
 class CachedMixer(Mixer):
-  """A mixer whose memory is the tokens of the current document: arrays [B S HK ..], S = `max_length` or a smaller `window`.
+  """A mixer whose memory is a cache of the current document's tokens.
 
-  A subclass sets `max_length`, `window` and `places`: what one token keeps in each array, its shape [HK ..] and its dtype.
+  A subclass sets `max_length` and `window`, and says in `cached` which arrays it keeps per token.
   """
 
   max_length: int
   window: int | None = None
 
   @property
-  def places(self) -> tuple[tuple[tuple[int, ...], jnp.dtype], ...]:
+  def cached(self) -> tuple[CachedArray, ...]:
+    """The arrays of the cache."""
     raise NotImplementedError
 
   @property
-  def cache_dtype(self) -> jnp.dtype:
-    return jnp.dtype(self.dtype or self.param_dtype)
+  def cached_impl(self) -> str:
+    """Implementation of `attend`, which has no kernels."""
+    return "chunked" if self.impl in ("auto", "pallas") else self.impl
 
-  def init_state(self, batch: int, max_length: int | None = None) -> LayerState:
-    """An empty cache for documents of up to `max_length` tokens (None: the layer's own), or of any length in a window."""
-    check_positive("max_length", max_length)
-    state = super().init_state(batch)
-    return (
-      state if max_length is None else state._replace(memory=self.empty_cache(batch, max_length))
+  def init_state(self, batch: int, max_length: int | None = None, *, dtype=None) -> LayerState:
+    """Returns the state before the first token: an empty cache.
+
+    Args:
+      batch: B.
+      max_length: tokens of the longest document; None for the layer's own. With a window, documents
+        of any length fit.
+      dtype: of the inputs that will come; None for the layer's `dtype`, or that of its parameters.
+    """
+    max_length = check_positive("max_length", max_length)
+    state = super().init_state(batch, dtype=dtype)
+    if max_length is None:
+      return state
+    return state._replace(memory=self._empty(batch, max_length, state.memory))
+
+  def init_memory(self, batch: int, dtype) -> Cache:
+    """Returns the cache before the first token of a computation in `dtype`: zeros."""
+    wide = wide_dtype(dtype, self.param_dtype)
+    like = tuple(jax.ShapeDtypeStruct((), wide if x.wide else dtype) for x in self.cached)
+    return self._empty(batch, self.max_length, like)
+
+  def check_memory(self, memory: Any, batch: int) -> Cache:
+    """Returns the cache of a state as JAX arrays; ValueError if it is not this layer's.
+
+    Its number of places S is free: `init_state(max_length=..)` chooses it.
+    """
+    names = ", ".join(x.name for x in self.cached)
+    advice = f"Pass the state of an earlier call of this layer, or init_state({batch})."
+    if not isinstance(memory, tuple | list) or len(memory) != len(self.cached):
+      got = f" of {len(memory)}" if isinstance(memory, tuple | list) else ""
+      raise ValueError(
+        f"`state.memory` must be the tuple ({names}); got {type(memory).__name__}{got}. {advice}"
+      )
+    sizes = {"B": batch}
+    for n, (x, array) in enumerate(zip(self.cached, memory, strict=True)):
+      name = f"state.memory[{n}]"
+      if array is None:
+        raise ValueError(f"`{name}` ({x.name}) must be an array; got None. {advice}")
+      sizes |= zip(x.letters.split(), x.shape, strict=True)
+      found = check(sizes, **{name: (array, f"B S {x.letters}")})
+      sizes["S"] = found.S
+    if sizes["S"] == 0:
+      raise ValueError(f"`state.memory` must have places for tokens; got S = 0. {advice}")
+    return tuple(jnp.asarray(array) for array in memory)
+
+  def _empty(self, batch: int, max_length: int, like) -> Cache:
+    """An empty cache in the dtypes of `like`."""
+    size = max_length if self.window is None else min(max_length, self.window)
+    return tuple(
+      jnp.zeros((batch, size, *x.shape), y.dtype) for x, y in zip(self.cached, like, strict=True)
     )
 
-  def init_memory(self, batch: int) -> Cache:
-    return self.empty_cache(batch, self.max_length)
-
-  def empty_cache(self, batch: int, max_length: int) -> Cache:
-    size = max_length if self.window is None else min(max_length, self.window)
-    return tuple(jnp.zeros((batch, size, *shape), dtype) for shape, dtype in self.places)
-
-  def begin(self, new: Cache, documents: Documents) -> Cache:
-    """The cache after a first call: as long as that call, if `max_length` is less."""
+  def begin(self, new: Cache, documents: CallDocuments) -> Cache:
+    """Returns the cache after a first call; its documents may be longer than `max_length`."""
     B, T = documents.position.shape
-    return _write(self.empty_cache(B, max(T, self.max_length)), new, documents)
+    return _write(self._empty(B, max(T, self.max_length), new), new, documents)
 
-  def extend(self, cache: Cache, new: Cache, documents: Documents) -> Seen:
-    """The tokens of a call behind a cache.
+  def extend(self, cache: Cache, new: Cache, documents: CallDocuments) -> Context:
+    """Returns the context of a call behind a cache.
 
-    Where the cache is full and the window does not allow for forgetting, ValueError; under jit, where the length cannot be
-    seen, such tokens are `lost`.
+    Where a document no longer fits, ValueError. Under jit, where lengths cannot be seen, its tokens
+    are `lost`.
     """
-    B, T = documents.position.shape
     capacity = cache[0].shape[1]
     bounded = self.window is None or capacity < self.window
     if bounded:
       _check_room(documents.length, capacity)
-    lost = (
-      (documents.position >= capacity) & (documents.length > capacity)[:, None] if bounded else None
-    )
-    now = jnp.zeros((B, T), jnp.int32) if documents.ids is None else documents.ids
-    written = _write(cache, new, documents)
-    if T == 1:  # the new token stands in the cache, in the place of one that it does not read
-      position = _positions(documents.length, capacity)
-      return Seen(written, position, jnp.where(position < 0, -1, now), now, lost, written)
-    arrays = tuple(jnp.concatenate([old, x], axis=1) for old, x in zip(cache, new, strict=True))
-    before = _positions(documents.carried, capacity)
-    position = jnp.concatenate([before, documents.position], axis=1)
-    segment = jnp.concatenate([jnp.where(before < 0, -1, 0), now], axis=1)
-    return Seen(arrays, position, segment, now, lost, written)
+    return _extend(cache, new, documents, bounded)
+
+
+@functools.partial(jax.jit, static_argnames="bounded")
+def _extend(cache: Cache, new: Cache, documents: CallDocuments, bounded: bool) -> Context:
+  T, capacity = documents.position.shape[1], cache[0].shape[1]
+  lost = None
+  if bounded:
+    lost = (documents.position >= capacity) & (documents.length > capacity)[:, None]
+  now = jnp.zeros_like(documents.position) if documents.ids is None else documents.ids
+  written = _write(cache, new, documents)
+  if T == 1:  # the new token stands in the cache, in the place of one that it does not read
+    position = _positions(documents.length, capacity)
+    return Context(written, position, jnp.where(position < 0, -1, now), now, lost, written)
+  both = [(old.astype(x.dtype), x) for old, x in zip(cache, _promoted(cache, new), strict=True)]
+  arrays = tuple(jnp.concatenate(pair, axis=1) for pair in both)
+  before = _positions(documents.carried, capacity)
+  position = jnp.concatenate([before, documents.position], axis=1)
+  document = jnp.concatenate([jnp.where(before < 0, -1, 0), now], axis=1)
+  return Context(arrays, position, document, now, lost, written)
+
+
+def _promoted(cache: Cache, new: Cache) -> Cache:
+  """The call's tokens in the wider of their own dtypes and the cache's: neither is cut."""
+  pairs = zip(cache, new, strict=True)
+  return tuple(x.astype(promoted(old.dtype, x.dtype)) for old, x in pairs)
 
 
 def _positions(count: Int[Array, "B"], capacity: int) -> Int[Array, "B S"]:
-  """Which token of the document stands at each place of a ring that `count` tokens were written to; < 0: none."""
+  """Position of the token at each place of a ring that `count` tokens went into; < 0: empty."""
   last = count[:, None] - 1
-  return last - (last - jnp.arange(capacity, dtype=jnp.int32)) % capacity
+  return last - (last - np.arange(capacity, dtype=np.int32)[None]) % capacity
 
 
-def _write(cache: Cache, new: Cache, documents: Documents) -> Cache:
+@jax.jit
+def _write(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
   """The cache with the tokens of the call's last document; the documents before it are over."""
   B, capacity = cache[0].shape[:2]
   keep = documents.position >= documents.length[:, None] - capacity
+  new = _promoted(cache, new)
+  cache = tuple(old.astype(x.dtype) for old, x in zip(cache, new, strict=True))
   if documents.ids is not None:
     current = documents.ids.max(axis=1, keepdims=True)
     keep &= (documents.ids >= 0) & (documents.ids == current)
-    cache = tuple(jnp.where((current > 0)[..., None, None], 0, c) for c in cache)
-  places = jnp.where(keep, documents.position % capacity, capacity)
-  rows = jnp.arange(B)[:, None]
-  return tuple(
-    c.at[rows, places].set(x.astype(c.dtype), mode="drop") for c, x in zip(cache, new, strict=True)
-  )
+    begins = (current > 0)[..., None, None]
+    cache = tuple(jnp.where(begins, jnp.zeros((), c.dtype), c) for c in cache)
+  places = jnp.where(keep, documents.position % capacity, capacity)  # capacity: dropped
+  rows = np.arange(B)[:, None]
+  return tuple(c.at[rows, places].set(x, mode="drop") for c, x in zip(cache, new, strict=True))
 
 
 def _check_room(length: Int[Array, "B"], capacity: int) -> None:
@@ -118,6 +205,6 @@ def _check_room(length: Int[Array, "B"], capacity: int) -> None:
   longest = int(length.max())
   if longest > capacity:
     raise ValueError(
-      f"the cache of {capacity} tokens is full: a document would have {longest}. "
-      f"Make the first state by init_state(batch, max_length={longest}), or give the layer a larger max_length or a window."
+      f"the cache of {capacity} tokens is full: a document would have {longest}. Make the first state"
+      f" by init_state(batch, max_length={longest}), or give the layer a larger max_length or a window."
     )

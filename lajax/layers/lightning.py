@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from lajax._shapes import check_positive
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm
+from lajax._shapes import check_whole
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import wide_dtype
 from lajax.ops import linear_attention
 
 
@@ -57,13 +58,13 @@ class Lightning(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    check_positive("num_layers", num_layers)
-    if not 0 <= layer_index < num_layers:
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
+    check_whole("num_layers", num_layers)
+    if check_whole("layer_index", layer_index, 0) >= num_layers:
       raise ValueError(
         f"`layer_index` must be in 0 .. num_layers - 1 = {num_layers - 1}; got {layer_index}."
       )
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V)} | ({"gate": (H * V,)} if use_gate else {})
+    projections = with_gate({"q": (H, K), "k": (H, K), "v": (H, V)}, use_gate, H * V)
     super().__init__(
       d_model,
       projections,
@@ -77,20 +78,13 @@ class Lightning(Mixer):
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    self.norm = GatedRMSNorm(H * V, "sigmoid", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(H * V, norm_eps, "sigmoid")
     self.depth = 1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5
 
   def mix(self, p, memory, documents):
     q, k, v = (jax.nn.silu(p[name]) for name in "qkv")
     H = q.shape[2]
-    slopes = jnp.exp2(-8 * jnp.arange(1, H + 1, dtype=self.gate_dtype) / H) * self.depth
-    o, memory = self.run(
-      linear_attention,
-      q,
-      k,
-      v,
-      jnp.broadcast_to(-slopes, q.shape[:3]),
-      memory=memory,
-      documents=documents,
-    )
+    slopes = jnp.asarray(np.exp2(-8 * np.arange(1, H + 1) / H) * self.depth, wide_dtype(q.dtype))
+    g = jnp.broadcast_to(-slopes[None, None], q.shape[:3])
+    o, memory = self.apply_op(linear_attention, q, k, v, g, memory=memory, documents=documents)
     return self.norm(jax.lax.collapse(o, 2), p.get("gate")), memory

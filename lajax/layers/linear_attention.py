@@ -1,24 +1,20 @@
 """Linear attention with a feature map."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from lajax._shapes import check_positive
-from lajax.layers.features import FeatureMap, scaled_exp
+from lajax._shapes import check_flag, check_whole
+from lajax.layers.features import FeatureMap, identity, scaled_exp
 from lajax.layers.features import feature_map as _feature_map
 from lajax.layers.mixer import Mixer, value_heads, value_width
 from lajax.layers.parameters import widen
-from lajax.layers.state import Documents
+from lajax.layers.state import CallDocuments
 from lajax.ops import linear_attention, normalized_linear_attention
+from lajax.recurrence.running_maximum import running_maximum
 
-EXACTLY_NORMALIZED = partial(
-  normalized_linear_attention, eps=1e-30
-)  # features relative to their largest may be that small
-LOWEST = -1e30  # the maximum over no keys: finite, so that differences are never NaN
+EXACT = (jax.nn.relu, identity)  # feature maps that half precision does not round
 
 
 class KernelAttention(Mixer):
@@ -58,7 +54,7 @@ class KernelAttention(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
     super().__init__(
       d_model,
       {"q": (H, K), "k": (H, K), "v": (H, V)},
@@ -72,36 +68,47 @@ class KernelAttention(Mixer):
       rngs=rngs,
     )
     self.logarithmic, self.normalize = logarithmic, normalize
+    parts = 3 if logarithmic else 2
+    self.memory_letters = ("B H F V", "B H F", "B H F")[:parts] if normalize else "B H F V"
 
   def features(
-    self, q: Float[Array, "B T H K"], k: Float[Array, "B T H K"], documents: Documents
+    self, q: Float[Array, "B T H K"], k: Float[Array, "B T H K"], documents: CallDocuments
   ) -> tuple[Float[Array, "B T H F"], Float[Array, "B T H F"]]:
-    """phi(q) and phi(k), or their logarithms."""
+    """Returns phi(q) and phi(k), or their logarithms, in float32 at least unless phi is exact."""
     raise NotImplementedError
 
-  def init_memory(self, batch):
-    S = super().init_memory(batch)
+  def init_memory(self, batch, dtype):
+    S = super().init_memory(batch, dtype)
     z = jnp.zeros(S.shape[:-1], S.dtype)
     if not self.normalize:
       return S
-    return (S, z, z[..., 0]) if self.logarithmic else (S, z)
+    return (S, z, z) if self.logarithmic else (S, z)
 
   def mix(self, p, memory, documents):
     q, k = self.features(p["q"], p["k"], documents)
     if self.logarithmic:
       return self._mix_exp(q, k, p["v"], memory, documents)
     op = normalized_linear_attention if self.normalize else linear_attention
-    return self.run(op, q, k, p["v"], scale=1.0, memory=memory, documents=documents)
+    return self.apply_op(op, q, k, p["v"], scale=1.0, memory=memory, documents=documents)
 
   def _mix_exp(self, q, k, v, memory, documents):
-    """exp features relative to the largest key so far, m: the state scales by exp(m_{t-1} - m_t), a decay, as m grows."""
-    before = jnp.zeros_like(k[:, 0, :, 0]) if memory is None else memory[2]
-    m, g = running_maximum(k.max(-1), before, documents)
+    """Computes with keys relative to their largest so far, m_t, of each feature.
+
+    Row f of the state is scaled by exp(-m_tf): a decay of exp(m_{t-1,f} - m_tf) where m grows, and a
+    factor exp(m_tf) of the query. The largest weight of a query is then 1, and so is its normalizer at
+    least, however far apart the features are.
+    """
+    before = jnp.zeros_like(k[:, 0]) if memory is None else memory[2]
+    m, g = running_maximum(k, before, documents.ids, documents.carried)
+    q = q + m
     q = jnp.exp(q - jax.lax.stop_gradient(q.max(-1, keepdims=True)))  # a factor of q cancels
-    k = jnp.exp(documents.only_real(k - m[..., None]))
+    k = jnp.exp(documents.blank_padding(k - m))
     sums = None if memory is None else memory[:2]
-    o, sums = self.run(EXACTLY_NORMALIZED, q, k, v, g, scale=1.0, memory=sums, documents=documents)
-    return o, (*sums, jnp.where(documents.length[:, None] > 0, m[:, -1], before))
+    o, sums = self.apply_op(
+      normalized_linear_attention, q, k, v, g, scale=1.0, eps=0.0, memory=sums, documents=documents
+    )
+    has_tokens = (documents.length > 0)[:, None, None]
+    return o, (*sums, jnp.where(has_tokens, m[:, -1], before))
 
 
 class LinearAttention(KernelAttention):
@@ -148,9 +155,10 @@ class LinearAttention(KernelAttention):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("head_dim", head_dim)
+    check_whole("head_dim", head_dim)
     phi = _feature_map(feature_map)
-    F = jax.eval_shape(phi, jax.ShapeDtypeStruct((1, 1, 1, head_dim), param_dtype)).shape[-1]
+    check_flag("normalize", normalize)
+    F = jax.eval_shape(phi, jax.ShapeDtypeStruct((1, 1, 1, head_dim), jnp.float32)).shape[-1]
     super().__init__(
       d_model,
       num_heads,
@@ -171,22 +179,6 @@ class LinearAttention(KernelAttention):
   def features(self, q, k, documents):
     if self.logarithmic:
       return widen(q) * q.shape[-1] ** -0.5, widen(k) * k.shape[-1] ** -0.5
+    if self.phi not in EXACT:
+      q, k = widen(q), widen(k)
     return self.phi(q), self.phi(k)
-
-
-def running_maximum(top: Float[Array, "B T H"], before: Float[Array, "B H"], documents: Documents):
-  """The largest value of each document up to each token, and the log decay <= 0 of what is kept relative to it."""
-  before = jnp.where(documents.carried[:, None] > 0, before, LOWEST)[:, None]
-  run = jnp.zeros(top.shape[:2], jnp.int32)
-  if documents.ids is not None:
-    top = jnp.where(documents.ids[..., None] < 0, LOWEST, top)
-    run = jax.lax.cummax(jnp.maximum(documents.ids, 0), axis=1)
-
-  def later(x, y):
-    return y[0], jnp.where(x[0] == y[0], jnp.maximum(x[1], y[1]), y[1])
-
-  run = jnp.broadcast_to(run[..., None], top.shape)
-  start = (jnp.zeros_like(run[:, :1]), before)
-  joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), start, (run, top))
-  m = jax.lax.associative_scan(later, joined, axis=1)[1]
-  return m[:, 1:], jnp.minimum(m[:, :-1] - m[:, 1:], 0)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_positive
+from lajax._shapes import check_flag, check_number, check_positive, check_whole
 from lajax.layers.mixer import Mixer
-from lajax.layers.parameters import GatedRMSNorm, step_bias, widen
+from lajax.layers.parameters import aligned, step_bias, widen
 from lajax.ops import linear_recurrence
 
 
@@ -37,6 +37,8 @@ class Mamba(Mixer):
   2024, arXiv:2403.19887, section 6.4.
   """
 
+  memory_letters = "B D N"
+
   def __init__(
     self,
     d_model: int,
@@ -52,13 +54,12 @@ class Mamba(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    for name, value in {
-      "d_model": d_model,
-      "inner_dim": inner_dim,
-      "state_dim": state_dim,
-      "dt_rank": dt_rank,
-    }.items():
-      check_positive(name, value)
+    check_whole("d_model", d_model)
+    check_whole("state_dim", state_dim)
+    check_positive("inner_dim", inner_dim)
+    check_positive("dt_rank", dt_rank)
+    check_flag("inner_norm", inner_norm)
+    check_number("norm_eps", norm_eps, 0)
     E, N, R = inner_dim or 2 * d_model, state_dim, dt_rank or -(-d_model // 16)
     super().__init__(
       d_model,
@@ -81,11 +82,7 @@ class Mamba(Mixer):
     )
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (E,), self.gate_dtype))
     self.D = nnx.Param(jnp.ones(E, self.gate_dtype))
-    norm = lambda width: (
-      GatedRMSNorm(width, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
-      if inner_norm
-      else None
-    )
+    norm = lambda width: self.rms_norm(width, norm_eps) if inner_norm else None
     self.dt_norm, self.B_norm, self.C_norm = norm(R), norm(N), norm(N)
     self.dt_rank, self.state_dim = R, N
 
@@ -94,15 +91,18 @@ class Mamba(Mixer):
     dt, B, C = jnp.split(self.x_proj(u), [self.dt_rank, self.dt_rank + self.state_dim], axis=-1)
     if self.dt_norm is not None and self.B_norm is not None and self.C_norm is not None:
       dt, B, C = self.dt_norm(dt), self.B_norm(B), self.C_norm(C)
-    dt = widen(self.dt_proj(dt)) + self.dt_bias[...]
+    dt = widen(self.dt_proj(dt))
+    dt = dt + aligned(self.dt_bias[...], dt)
     o, memory = self.ssm(u, dt, B, C, memory, documents)
     return (o * jax.nn.silu(widen(p["z"]))).astype(u.dtype), memory
 
   def ssm(self, u, dt, B, C, memory, documents):
     """o [B T E] from u [B T E], dt [B T E] before the softplus, and B and C [B T N]."""
     u, dt, B, C = widen(u), jax.nn.softplus(widen(dt)), widen(B), widen(C)
-    x, log_a = (dt * u)[..., None] * B[:, :, None], -jnp.exp(self.A_log[...]) * dt[..., None]
+    x, dt = (dt * u)[..., None] * B[:, :, None], dt[..., None]
+    log_a = -jnp.exp(aligned(self.A_log[...], dt)) * dt
     h, memory = linear_recurrence(
       x, log_a, initial_state=memory, segment_ids=documents.ids, impl=self.impl
     )
-    return jnp.einsum("btdn,btn->btd", h, C, precision="highest") + self.D[...] * u, memory
+    o = jnp.einsum("btdn,btn->btd", h, C, precision="highest")
+    return o + aligned(self.D[...], u) * u, memory

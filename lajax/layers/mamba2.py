@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_positive
+from lajax._shapes import check_whole
 from lajax.layers.mixer import Mixer, value_heads
-from lajax.layers.parameters import GatedRMSNorm, log_uniform_rate, step_bias, widen
+from lajax.layers.parameters import aligned, log_uniform_rate, step_bias, widen
 from lajax.ops import linear_attention
 
 
@@ -52,10 +52,10 @@ class Mamba2(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("head_dim", head_dim)
-    check_positive("state_dim", state_dim)
-    check_positive("num_groups", num_groups)
-    H, V, K, G = value_heads(num_heads, None), head_dim, state_dim, num_groups
+    check_whole("head_dim", head_dim)
+    check_whole("state_dim", state_dim)
+    check_whole("num_groups", num_groups)
+    H, V, K, G = value_heads(num_heads), head_dim, state_dim, num_groups
     if H % G:
       raise ValueError(f"`num_groups` must divide num_heads = {H}; got {G}.")
     super().__init__(
@@ -75,7 +75,7 @@ class Mamba2(Mixer):
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
     self.D = nnx.Param(jnp.ones(H, self.gate_dtype))
-    self.norm = GatedRMSNorm(H // G * V, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(H // G * V, norm_eps)
     self.num_groups = G
 
   def mix(self, p, memory, documents):
@@ -86,9 +86,10 @@ class Mamba2(Mixer):
 
   def ssd(self, u, B, C, dt, memory, documents):
     """S_t^T C_t + D u_t from u [B T H V], B and C [B T G K], and dt [B T H] before the bias and the softplus."""
-    u, dt = widen(u), jax.nn.softplus(widen(dt) + self.dt_bias[...])
-    v, g = u * dt[..., None], -jnp.exp(self.A_log[...]) * dt
-    o, memory = self.run(
+    u, dt = widen(u), widen(dt)
+    dt = jax.nn.softplus(dt + aligned(self.dt_bias[...], dt))
+    v, g = u * dt[..., None], -jnp.exp(aligned(self.A_log[...], dt)) * dt
+    o, memory = self.apply_op(
       linear_attention, C, B, v, g, scale=1.0, memory=memory, documents=documents
     )
-    return o + self.D[...][:, None] * u, memory
+    return o + aligned(self.D[...][:, None], u) * u, memory

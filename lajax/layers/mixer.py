@@ -1,24 +1,36 @@
-"""The shell of every mixer: one projection in, a short convolution, the mixer's own equation, one projection out."""
+"""The shell of every mixer: projections in, short convolutions, the mixer's own equation, one projection out."""
 
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from lajax._shapes import IMPLS, check, check_option, check_positive
-from lajax.layers.parameters import wide_dtype
+from lajax._shapes import (
+  IMPLS,
+  check_dtype_option,
+  check_flag,
+  check_number,
+  check_option,
+  check_positive,
+  check_rngs,
+  check_whole,
+)
+from lajax.layers.parameters import GatedRMSNorm, wide_dtype
 from lajax.layers.short_conv import ShortConv
-from lajax.layers.state import Documents, LayerState, check_state, follow
+from lajax.layers.state import CallDocuments
+from lajax.layers.stateful import StatefulLayer
+
+Shapes = Mapping[str, tuple[int, ...]]  # of projections, by name
 
 
 def value_width(head_dim: int, expand_v: float) -> int:
-  """V = K * expand_v, which must be a whole number."""
-  check_positive("head_dim", head_dim)
+  """Returns V = K * expand_v; ValueError unless it is a whole number."""
+  check_whole("head_dim", head_dim)
+  check_number("expand_v", expand_v, above=0)
   width = round(head_dim * expand_v)
   if width < 1 or width != head_dim * expand_v:
     raise ValueError(
@@ -27,9 +39,9 @@ def value_width(head_dim: int, expand_v: float) -> int:
   return width
 
 
-def value_heads(num_heads: int, num_v_heads: int | None) -> int:
-  """HV, a multiple of H; H where it is not given."""
-  check_positive("num_heads", num_heads)
+def value_heads(num_heads: int, num_v_heads: int | None = None) -> int:
+  """Returns HV, a multiple of H; H where it is not given."""
+  check_whole("num_heads", num_heads)
   check_positive("num_v_heads", num_v_heads)
   heads = num_heads if num_v_heads is None else num_v_heads
   if heads % num_heads:
@@ -37,31 +49,44 @@ def value_heads(num_heads: int, num_v_heads: int | None) -> int:
   return heads
 
 
-class Mixer(nnx.Module):
+def with_gate(projections: Shapes, use_gate: bool, *shape: int) -> Shapes:
+  """Returns the projections, and `gate` of this shape if the flag `use_gate` is True."""
+  check_flag("use_gate", use_gate)
+  return {**projections, "gate": shape} if use_gate else projections
+
+
+class Mixer(StatefulLayer):
   """A layer [B T D] -> [B T D] that mixes tokens causally and carries a state.
 
-  A subclass names its projections and the shape of its memory in `__init__`, and writes its equation in `mix`.
+  A subclass names its projections and the shape of its memory in `__init__`, and writes its equation in
+  `mix`. Each projection has a kernel of its own, `in_proj.q.kernel`, and its own short convolution. So
+  parameters that are sharded by heads need no reshuffle: `out_proj` alone sums over devices.
 
   Args:
     d_model: D.
-    projections: the heads cut from one projection of the input: their names, and their shapes [.. *shape] after [B T].
+    projections: names of the projections of the input, with their shapes [.. *shape] after [B T].
     inner: the width of what `mix` returns, before the output projection.
     memory: the shape of the recurrence's state without the batch, for `init_state`.
-    conv_size: the width of the short convolution; None for none.
-    conv_on: the projections that pass through it.
-    conv_bias, conv_activation: its options.
+    conv_size: width of the short convolutions; None for none.
+    conv_on: the projections that pass through one.
+    conv_bias, conv_activation: options of the convolutions.
     use_bias: biases on the projections in and out.
-    impl, chunk_size: passed on to the op, and impl to the convolution.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together. Gates, norms and the
-      recurrence's state are float32 at least.
-    param_dtype: the dtype of the parameters; those of gates and norms are float32 at least.
-    rngs: the random streams of the parameters.
+    impl, chunk_size: of the op; impl also of convolutions and norms.
+    dtype: of the projections; None for that of the inputs and parameters together. Gates, norms and
+      the recurrence's state are float32 at least.
+    param_dtype: of the parameters; those of gates and norms are float32 at least.
+    rngs: random streams of the initial parameters.
+
+  Raises:
+    ValueError: an option is out of its range.
   """
+
+  memory_letters: Any = "B HV K V"
 
   def __init__(
     self,
     d_model: int,
-    projections: Mapping[str, tuple[int, ...]],
+    projections: Shapes,
     *,
     inner: int,
     memory: tuple[int, ...] = (),
@@ -76,60 +101,81 @@ class Mixer(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    check_whole("d_model", d_model)
     check_option("impl", impl, IMPLS)
     check_positive("chunk_size", chunk_size)
     check_positive("conv_size", conv_size)
-    linear = {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self.convolved = tuple((name, projections[name]) for name in conv_on if conv_size)
-    self.direct = tuple(item for item in projections.items() if item not in self.convolved)
-    channels, others = _columns(self.convolved), _columns(self.direct)
-    self.in_proj = nnx.Linear(d_model, channels + others, **linear)
-    self.out_proj = nnx.Linear(inner, d_model, **linear)
-    options = {"use_bias": conv_bias, "activation": conv_activation, "impl": impl}
-    options |= {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self.conv = ShortConv(channels, conv_size, **options) if conv_size else None
+    check_flag("use_bias", use_bias)
+    check_dtype_option("dtype", dtype)
+    check_dtype_option("param_dtype", param_dtype, optional=False)
+    check_rngs(rngs)
+    common = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    linear = lambda inputs, outputs: nnx.Linear(inputs, outputs, use_bias=use_bias, **common)
+    self.projections = tuple((name, tuple(shape)) for name, shape in projections.items())
+    columns = {name: prod(shape) for name, shape in projections.items()}
+    self.in_proj = nnx.Dict({name: linear(d_model, width) for name, width in columns.items()})
+    self.out_proj = linear(inner, d_model)
+    options = {"use_bias": conv_bias, "activation": conv_activation, "impl": impl, **common}
+    conv = lambda width: ShortConv(width, conv_size or 1, **options)
+    self.conv = nnx.Dict({name: conv(columns[name]) for name in conv_on}) if conv_size else None
     self.d_model, self.memory_shape = d_model, tuple(memory)
     self.impl, self.chunk_size = impl, chunk_size
     self.dtype, self.param_dtype = dtype, param_dtype
 
   # --- what a subclass writes ---
 
-  def mix(self, p: dict[str, Array], memory, documents: Documents) -> tuple[Array, Any]:
-    """The mixer's equation: from the projections [B T *shape] and the memory (None: zeros) to outputs and memory."""
+  def mix(self, p: dict[str, Array], memory, documents: CallDocuments) -> tuple[Array, Any]:
+    """The mixer's equation.
+
+    Args:
+      p: the projections by name, [B T *shape]; zero at padding, but for biases.
+      memory: the memory before the first token; None for zeros.
+      documents: of the call's tokens.
+
+    Returns:
+      Outputs [B T ..] before the output projection, and the memory after the last real token.
+    """
     raise NotImplementedError
 
-  def project(
-    self, x: Array, cache: Array | None, documents: Documents
-  ) -> tuple[dict[str, Array], Array | None]:
-    """The projections [B T *shape] of an input that is zero at padding, and the cache that they leave."""
-    projected = self.in_proj(x)
+  def project(self, x: Array, conv: Any, documents: CallDocuments) -> tuple[dict[str, Array], Any]:
+    """Returns the projections [B T *shape] of an input that is zero at padding, and the convolutions' cache."""
+    p = {name: self.projected(name, x) for name, _ in self.projections}
     if self.conv is None:
-      return _cut(projected, self.direct), None
-    convolved, direct = jnp.split(projected, [self.conv.channels], axis=-1)
-    convolved, cache = self.conv.convolve(convolved, cache, documents)
-    return _cut(convolved, self.convolved) | _cut(direct, self.direct), cache
+      return p, None
+    cache = {}
+    for name in self.conv:
+      flat = jax.lax.collapse(p[name], 2)
+      flat, cache[name] = self.conv[name].convolve(
+        flat, None if conv is None else conv[name], documents
+      )
+      p[name] = flat.reshape(p[name].shape)
+    return p, cache
 
-  def init_memory(self, batch: int):
-    """The memory before the first token."""
-    return jnp.zeros((batch, *self.memory_shape), self.state_dtype)
+  def init_memory(self, batch: int, dtype):
+    """Returns the memory before the first token of a computation in `dtype`: zeros."""
+    return jnp.zeros((batch, *self.memory_shape), wide_dtype(dtype, self.param_dtype))
 
   # --- what it uses ---
 
   @property
-  def state_dtype(self) -> jnp.dtype:
-    return wide_dtype(self.dtype or self.param_dtype)
-
-  @property
   def gate_dtype(self) -> jnp.dtype:
+    """Dtype of the parameters of gates and norms."""
     return wide_dtype(self.param_dtype)
 
-  def run(
-    self,
-    op: Callable,
-    *arrays: Array | None,
-    memory,
-    documents: Documents,
-    scale: float | None = None,
+  def rms_norm(self, width: int, norm_eps: float, activation: str = "swish") -> GatedRMSNorm:
+    """Returns a norm with this layer's options."""
+    check_number("norm_eps", norm_eps, 0)
+    return GatedRMSNorm(
+      width, activation, eps=norm_eps, impl=self.impl, param_dtype=self.gate_dtype
+    )
+
+  def projected(self, name: str, x: Array) -> Array:
+    """Returns one projection [B T *shape] of x."""
+    y = self.in_proj[name](x)
+    return y.reshape(*y.shape[:2], *dict(self.projections)[name])
+
+  def apply_op(
+    self, op: Callable, *arrays: Array | None, memory, documents: CallDocuments, **options
   ) -> tuple[Array, Any]:
     """Calls an op on this layer's arrays with its memory, documents, impl and chunk size."""
     return op(
@@ -138,69 +184,26 @@ class Mixer(nnx.Module):
       segment_ids=documents.ids,
       impl=self.impl,
       chunk_size=self.chunk_size,
-      scale=scale,
+      **options,
     )
 
   # --- what all of them do ---
 
-  def __call__(
-    self,
-    x: Float[Array, "B T D"],
-    state: LayerState | None = None,
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-  ) -> tuple[Float[Array, "B T D"], LayerState]:
-    """Mixes the tokens of x behind a state.
+  @property
+  def input_width(self) -> int:
+    return self.d_model
 
-    Args:
-      x: [B T D], D = d_model; T >= 1.
-      state: from `init_state` or from the call before; None for zeros.
-      segment_ids: [B T], the document of each token, ids >= 0; -1 for padding. A change of id begins a new document. The
-        first real token continues the state's document if the ids are the same, or if the state has seen none.
+  @property
+  def parameters_dtype(self):
+    return self.out_proj.kernel.dtype
 
-    Returns:
-      y [B T D], zero at padding, and the state after the last real token of each row.
+  def init_conv(self, batch, dtype) -> Any:
+    """Returns the cache of the short convolutions before the first token, by projection; None for none."""
+    if self.conv is None:
+      return None
+    return {name: conv.init_conv(batch, dtype) for name, conv in self.conv.items()}
 
-    Raises:
-      ValueError: an argument has the wrong rank, size or dtype.
-    """
-    sizes = check({"D": self.d_model}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
-    B, T = sizes["B"], sizes["T"]
-    check_state(state, B)
-    documents = follow(state, (B, T), segment_ids)
-    memory = None if state is None else documents.only_continued(state.memory)
-
-    p, conv = self.project(documents.only_real(x), None if state is None else state.conv, documents)
+  def advance(self, x, memory, conv, documents):
+    p, conv = self.project(x, conv, documents)
     o, memory = self.mix(p, memory, documents)
-    y = documents.only_real(self.out_proj(jax.lax.collapse(o, 2)))
-    memory = jax.tree.map(
-      lambda s, like: s.astype(like.dtype), memory, jax.eval_shape(lambda: self.init_memory(B))
-    )
-    return y, LayerState(memory, conv, documents.segment, documents.length)
-
-  def init_state(self, batch: int) -> LayerState:
-    """The state before the first token: zeros, its size independent of the length of the sequence."""
-    check_positive("batch", batch)
-    conv = None if self.conv is None else self.conv.init_cache(batch)
-    return LayerState(
-      self.init_memory(batch), conv, jnp.full(batch, -1, jnp.int32), jnp.zeros(batch, jnp.int32)
-    )
-
-
-Heads = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the parts of a projection
-
-
-def _columns(heads: Heads) -> int:
-  return sum(prod(shape) for _, shape in heads)
-
-
-def _cut(projected: Float[Array, "B T columns"], heads: Heads) -> dict[str, Array]:
-  """The parts of a projection, each [B T *shape]."""
-  ends = accumulate(prod(shape) for _, shape in heads)
-  parts = jnp.split(projected, list(ends), axis=-1)[
-    :-1
-  ]  # the last one is what lies behind all of them: nothing
-  return {
-    name: part.reshape(*part.shape[:2], *shape)
-    for (name, shape), part in zip(heads, parts, strict=True)
-  }
+    return self.out_proj(jax.lax.collapse(o, 2)), memory, conv

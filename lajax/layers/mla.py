@@ -4,48 +4,49 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from lajax._shapes import check_positive
-from lajax.layers.kv_cache import CachedMixer, Seen
-from lajax.layers.parameters import GatedRMSNorm, check_rotary, rotate
-from lajax.layers.state import Documents
+from lajax._shapes import check_positive, check_whole
+from lajax.layers.kv_cache import CachedArray, CachedMixer, Context
+from lajax.layers.parameters import check_rotary, rotate
+from lajax.layers.state import CallDocuments
 from lajax.ops import attention
 from lajax.recurrence import attend
 
 
 class MLA(CachedMixer):
-  """Causal softmax attention whose keys and values all come from one latent a token, which is what the cache holds.
+  """Causal softmax attention whose keys and values come from one latent per token, which is cached.
 
       c = RMSNorm(x W_c),  r = x W_r ;  k_h = [c W_k,h, r],  v_h = c W_v,h,  q_h = x W_q,h
       o_t,h = sum_{j <= t} softmax_j(q_t,h . k_j,h / sqrt(K + P)) v_j,h ;  y = o W_o
 
-  r and the last P channels of the queries are turned by rotary positions, if there are any. The state holds c and r of the
-  current document, `state.memory = (c [B S 1 R], r [B S 1 P])`. A call with a state never makes the keys and values of a
-  head: q_h W_k,h^T reads the latents, and W_v,h comes after the sum over tokens. Where the cache is full, a further token is
-  a ValueError; under jit, where the length cannot be seen, its output is NaN.
+  r and the last P channels of the queries are turned by rotary positions, if there are any. The state
+  holds c and r of the current document, `state.memory = (c [B S 1 R], r [B S 1 P])`. A call with a
+  state never makes the keys and values of a head: q_h W_k,h^T reads the latents, and W_v,h comes
+  after the sum over tokens. A token that does not fit into the cache is a ValueError; under jit,
+  where the length cannot be seen, its output is NaN.
 
   Args:
     d_model: D.
     num_heads: H.
     head_dim: K, the channels of a key that come from the latent.
-    kv_rank: R, the width of the latent.
-    rope_dim: P, the channels of a key that all heads share; even where they have rotary positions.
+    kv_rank: R, width of the latent.
+    rope_dim: P, the channels of a key that all heads share; even if they have rotary positions.
     value_dim: V; None for K.
-    max_length: how many tokens of a document the cache holds; a first call with more makes a cache for as many.
-    rope_theta: the base of rotary positions, counted from each document's start; None for none (as in Kimi Linear). The pair
-      (i, i + P/2) is turned; DeepSeek's checkpoints pair neighbours, which is a permutation of channels.
+    max_length: tokens of a document that the cache holds; a first call with more makes room for them.
+    rope_theta: base of rotary positions, counted from each document's start; None for none (as in
+      Kimi Linear). The pair (i, i + P/2) is turned; DeepSeek's checkpoints pair neighbours, which is
+      a permutation of channels.
     norm_eps: of the latent's norm.
-    impl: passed on to `lajax.attention`.
-    dtype: the dtype of the projections and the cache; None for that of the inputs and parameters together, and of the
-      parameters for the cache.
-    param_dtype: the dtype of the parameters; the norm's weight is float32 at least.
-    rngs: the random streams of the parameters.
+    impl: of `lajax.attention`.
+    dtype: of the projections and the cache; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; the norm's weight is float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", 2024,
-  arXiv:2405.04434, equations 9 to 19 (queries without a latent of their own); without positions: Kimi Team, "Kimi Linear",
-  2025, arXiv:2510.26692, section 4.
+  Paper: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language
+  Model", 2024, arXiv:2405.04434, equations 9 to 19 (queries without a latent of their own); without
+  positions: Kimi Team, "Kimi Linear", 2025, arXiv:2510.26692, section 4.
   """
 
   def __init__(
@@ -65,22 +66,15 @@ class MLA(CachedMixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    sizes = {
-      "num_heads": num_heads,
-      "head_dim": head_dim,
-      "kv_rank": kv_rank,
-      "rope_dim": rope_dim,
-      "value_dim": value_dim,
-    }
-    for name, value in sizes.items():
-      check_positive(name, value)
-    check_positive("max_length", max_length)
-    if rope_theta is not None and rope_dim % 2:
+    H, K = check_whole("num_heads", num_heads), check_whole("head_dim", head_dim)
+    R, P = check_whole("kv_rank", kv_rank), check_whole("rope_dim", rope_dim)
+    V = check_positive("value_dim", value_dim) or K
+    self.max_length = check_whole("max_length", max_length)
+    if rope_theta is not None and P % 2:
       raise ValueError(
-        f"`rope_dim` must be even for rotary positions; got {rope_dim}. Take an even one, or rope_theta=None."
+        f"`rope_dim` must be even for rotary positions; got {P}. Take an even one, or rope_theta=None."
       )
-    check_rotary(rope_theta, rope_dim)
-    H, K, R, P, V = num_heads, head_dim, kv_rank, rope_dim, value_dim or head_dim
+    check_rotary(rope_theta, P)
     super().__init__(
       d_model,
       {"q": (H, K + P), "c": (1, R), "r": (1, P)},
@@ -90,16 +84,17 @@ class MLA(CachedMixer):
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    self.norm = GatedRMSNorm(R, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(R, norm_eps)
     self.up_proj = nnx.Linear(
       R, H * (K + V), use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
     self.num_heads, self.head_dim, self.kv_rank, self.rope_dim = H, K, R, P
-    self.max_length, self.rope_theta, self.scale = max_length, rope_theta, (K + P) ** -0.5
+    self.rope_theta, self.scale = rope_theta, (K + P) ** -0.5
 
   @property
-  def places(self):
-    return ((1, self.kv_rank), self.cache_dtype), ((1, self.rope_dim), self.cache_dtype)
+  def cached(self):
+    latent = CachedArray("c", "1 R", (1, self.kv_rank))
+    return latent, CachedArray("r", "1 P", (1, self.rope_dim))
 
   def mix(self, p, memory, documents):
     q, c, r = p["q"], self.norm(p["c"]), p["r"]
@@ -109,27 +104,25 @@ class MLA(CachedMixer):
       r = rotate(r, documents.position, self.rope_theta)
     if memory is None:
       return self._expanded(q, c, r, documents), self.begin((c, r), documents)
-    seen = self.extend(memory, (c, r), documents)
-    return seen.only_kept(self._absorbed(q, seen, documents)), seen.cache
+    context = self.extend(memory, (c, r), documents)
+    return context.nan_if_lost(self._absorbed(q, context, documents)), context.cache
 
   def _expanded(
     self,
     q: Float[Array, "B T H K+P"],
     c: Float[Array, "B T 1 R"],
     r: Float[Array, "B T 1 P"],
-    documents,
+    documents: CallDocuments,
   ):
-    """With the keys and values of every head: the fewest operations where queries and keys are the same tokens."""
+    """With the keys and values of every head: fewest operations where keys and queries are one call's."""
     B, T, H, _ = q.shape
-    k, v = jnp.split(
-      self.up_proj(c).reshape(B, T, H, self.up_proj.out_features // H), [self.head_dim], axis=-1
-    )
+    k, v = jnp.split(self.up_proj(c).reshape(B, T, H, -1), [self.head_dim], axis=-1)
     k = jnp.concatenate([k, jnp.broadcast_to(r, (B, T, H, self.rope_dim)).astype(k.dtype)], axis=-1)
     return attention(q, k, v, scale=self.scale, segment_ids=documents.ids, impl=self.impl)
 
-  def _absorbed(self, q: Float[Array, "B T H K+P"], seen: Seen, documents: Documents):
-    """With the up-projections on the queries and outputs: all heads read the latents as one head of keys and values."""
-    c, r = (x.astype(q.dtype) for x in seen.arrays)
+  def _absorbed(self, q: Float[Array, "B T H K+P"], context: Context, documents: CallDocuments):
+    """With W_k on the queries and W_v on the outputs: all heads read the latents as one head's keys."""
+    c, r = context.arrays
     up = self.up_proj.kernel[...].astype(q.dtype).reshape(self.kv_rank, self.num_heads, -1)
     k_up, v_up = jnp.split(up, [self.head_dim], axis=-1)
     content, shared = jnp.split(q, [self.head_dim], axis=-1)
@@ -140,9 +133,9 @@ class MLA(CachedMixer):
       c,
       scale=self.scale,
       q_positions=documents.position,
-      k_positions=seen.position,
-      q_segments=seen.q_segment,
-      k_segments=seen.segment,
-      impl="chunked" if self.impl in ("auto", "pallas") else self.impl,
+      k_positions=context.position,
+      q_segments=context.q_document,
+      k_segments=context.document,
+      impl=self.cached_impl,
     )
-    return jnp.einsum("bthr,rhv->bthv", o, v_up)
+    return jnp.einsum("bthr,rhv->bthv", o.astype(q.dtype), v_up)

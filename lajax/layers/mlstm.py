@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lajax._shapes import check_option
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, widen
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import aligned, widen
 from lajax.ops import mlstm
 
 
@@ -38,6 +38,8 @@ class MLSTM(Mixer):
   Paper: M. Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19 to 27.
   """
 
+  memory_letters = "B HV K V", "B HV K", "B HV"
+
   def __init__(
     self,
     d_model: int,
@@ -55,10 +57,10 @@ class MLSTM(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
     check_option("forget_gate", forget_gate, ("sigmoid", "exp"))
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V), "i": (H,), "f": (H,)} | (
-      {"gate": (H, V)} if use_gate else {}
+    projections = with_gate(
+      {"q": (H, K), "k": (H, K), "v": (H, V), "i": (H,), "f": (H,)}, use_gate, H, V
     )
     super().__init__(
       d_model,
@@ -80,15 +82,18 @@ class MLSTM(Mixer):
       else jnp.linspace(3.0, 6.0, H, dtype=self.gate_dtype)
     )
     self.forget_bias = nnx.Param(first)
-    self.norm = GatedRMSNorm(V, "sigmoid", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps, "sigmoid")
     self.forget_gate = forget_gate
 
-  def init_memory(self, batch):
-    C = super().init_memory(batch)
+  def init_memory(self, batch, dtype):
+    C = super().init_memory(batch, dtype)
     return C, jnp.zeros(C.shape[:-1], C.dtype), jnp.zeros(C.shape[:2], C.dtype)
 
   def mix(self, p, memory, documents):
-    i, f = widen(p["i"]) + self.input_bias[...], widen(p["f"]) + self.forget_bias[...]
+    i, f = widen(p["i"]), widen(p["f"])
+    i, f = i + aligned(self.input_bias[...], i), f + aligned(self.forget_bias[...], f)
     f = jax.nn.log_sigmoid(f) if self.forget_gate == "sigmoid" else f
-    o, memory = self.run(mlstm, p["q"], p["k"], p["v"], i, f, memory=memory, documents=documents)
+    o, memory = self.apply_op(
+      mlstm, p["q"], p["k"], p["v"], i, f, memory=memory, documents=documents
+    )
     return self.norm(o, p.get("gate")), memory

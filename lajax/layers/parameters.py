@@ -1,58 +1,70 @@
 """Gates, norms and rotations that several layers share, with the initial values of their parameters."""
 
-from math import prod
+import functools
+from math import pi
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lajax import pallas
 from lajax._numerics import accumulation_dtype
-from lajax._shapes import IMPLS, check_option
+from lajax._shapes import IMPLS, check_dtype_option, check_number, check_option, check_whole
+from lajax.ops import gated_rms_norm
+from lajax.ops.norm import GATES
 
 
-def wide_dtype(dtype) -> jnp.dtype:
-  """float32, or float64 where it is float64: the dtype of gates, norms and states."""
-  return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+def promoted(*dtypes: Any) -> jnp.dtype:
+  """Returns the dtype that holds numbers of all these dtypes, under JAX's strict promotion too."""
+  with jax.numpy_dtype_promotion("standard"):
+    return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
+
+
+def wide_dtype(*dtypes: Any) -> jnp.dtype:
+  """Returns the dtype of gates, norms and states: float32, or float64 where one of these dtypes is."""
+  wide = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
+  return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 def widen(x: Array) -> Array:
+  """Returns x in float32 at least."""
   return x.astype(accumulation_dtype(x))
 
 
-def over_tokens(weight: Float[Array, "D"], shape: tuple[int, ...]) -> Float[Array, "... D"]:
-  """A weight a channel, broadcast to `shape`, as a product with ones.
-
-  XLA makes the same program of it as of a broadcast; but its transpose is a product too, where that of a broadcast is a sum
-  over tokens by columns, which XLA does three times slower on a CPU.
-  """
-  ones = jnp.ones((prod(shape[:-1]), 1), weight.dtype)
-  return jnp.matmul(ones, weight[None], precision="highest").reshape(shape)
+def aligned(weight: Float[Array, "*D"], x: Array) -> Float[Array, "..."]:
+  """Returns a parameter in float32 at least, with axes of size 1 in front up to the rank of x."""
+  return widen(weight).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
 
 
-# --- decays ----------------------------------------------------------------------------------------------------------
+# --- decays ----------------------------------------------------------------------------------------
 
 
 def softplus_decay(
-  a: Float[Array, "..."], A_log: Float[Array, "..."], dt_bias: Float[Array, "..."]
-) -> Float[Array, "..."]:
-  """g = -exp(A_log) softplus(a + dt_bias): a natural-log decay <= 0, in float32 at least; the arguments broadcast."""
-  return -jnp.exp(A_log) * jax.nn.softplus(widen(a) + dt_bias)
+  a: Float[Array, "B T *H"], A_log: Float[Array, "*H"], dt_bias: Float[Array, "*H"]
+) -> Float[Array, "B T *H"]:
+  """Returns g = -exp(A_log) softplus(a + dt_bias), a natural-log decay <= 0, in float32 at least.
+
+  A_log and dt_bias have the last axes of a, or axes of size 1 in their place.
+  """
+  a = widen(a)
+  return -jnp.exp(aligned(A_log, a)) * jax.nn.softplus(a + aligned(dt_bias, a))
 
 
 def bounded_decay(
-  a: Float[Array, "..."],
-  A_log: Float[Array, "..."],
-  dt_bias: Float[Array, "..."],
+  a: Float[Array, "B T *H"],
+  A_log: Float[Array, "*H"],
+  dt_bias: Float[Array, "*H"],
   lower_bound: float,
-) -> Float[Array, "..."]:
-  """g = lower_bound sigmoid(exp(A_log) (a + dt_bias)): a natural-log decay in (lower_bound, 0), in float32 at least."""
-  return lower_bound * jax.nn.sigmoid(jnp.exp(A_log) * (widen(a) + dt_bias))
+) -> Float[Array, "B T *H"]:
+  """Returns g = lower_bound sigmoid(exp(A_log) (a + dt_bias)) in (lower_bound, 0), in float32 at least."""
+  a = widen(a)
+  return lower_bound * jax.nn.sigmoid(jnp.exp(aligned(A_log, a)) * (a + aligned(dt_bias, a)))
 
 
 def log_uniform_rate(key: Array, shape: tuple[int, ...], low: float, high: float, dtype) -> Array:
-  """A_log = log A with A ~ U(low, high)."""
+  """Draws A_log = log A with A ~ U(low, high)."""
   tiny = jnp.finfo(dtype).tiny
   return jnp.log(jax.random.uniform(key, shape, dtype, max(low, float(tiny)), high))
 
@@ -60,28 +72,29 @@ def log_uniform_rate(key: Array, shape: tuple[int, ...], low: float, high: float
 def step_bias(
   key: Array, shape: tuple[int, ...], dtype, low: float = 1e-3, high: float = 1e-1
 ) -> Array:
-  """dt_bias with softplus(dt_bias) = dt, dt log-uniform in [low, high]."""
-  dt = jnp.exp(jax.random.uniform(key, shape, dtype, jnp.log(low), jnp.log(high)))
+  """Draws dt_bias with softplus(dt_bias) = dt, dt log-uniform in [low, high]."""
+  dt = jnp.exp(jax.random.uniform(key, shape, dtype, np.log(low), np.log(high)))
   return dt + jnp.log(-jnp.expm1(-dt))
 
 
-# --- norms -----------------------------------------------------------------------------------------------------------
-
-GATES = {"swish": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+# --- norms -----------------------------------------------------------------------------------------
 
 
 class GatedRMSNorm(nnx.Module):
   """RMSNorm over the last axis in float32, times a gate:  y = x / sqrt(mean x^2 + eps) * weight * act(gate).
 
   Args:
-    width: the size of the last axis.
+    width: size of the last axis.
     activation: "swish" or "sigmoid", of the gate.
-    eps: inside the root.
-    impl: "pallas" for one kernel, where it takes the arrays, as "auto" does on NVIDIA GPUs; all others are plain JAX.
-    param_dtype: the dtype of the weight.
+    eps: a number of at least 0, inside the root.
+    impl: of `lajax.ops.gated_rms_norm`.
+    param_dtype: of the weight.
 
-  Paper: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467, equation 4; gated as in
-  Y. Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 8.
+  Raises:
+    ValueError: an option is out of its range.
+
+  Paper: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467,
+  equation 4; gated as in Y. Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 8.
   """
 
   def __init__(
@@ -93,64 +106,71 @@ class GatedRMSNorm(nnx.Module):
     impl: str = "auto",
     param_dtype=jnp.float32,
   ):
+    check_whole("width", width)
     check_option("impl", impl, IMPLS)
-    if activation not in GATES:
-      raise ValueError(
-        f"`activation` must be one of {', '.join(map(repr, GATES))}; got {activation!r}."
-      )
+    check_option("activation", activation, tuple(GATES))
+    check_dtype_option("param_dtype", param_dtype, optional=False)
     self.weight = nnx.Param(jnp.ones(width, param_dtype))
-    self.activation, self.eps, self.impl = activation, eps, impl
+    self.activation, self.eps, self.impl = activation, check_number("eps", eps, 0), impl
 
   def __call__(
     self, x: Float[Array, "... D"], gate: Float[Array, "... D"] | None = None
   ) -> Float[Array, "... D"]:
     """Normalises x; without a gate this is RMSNorm."""
-    if (
-      pallas.wanted(self.impl)
-      and x.size
-      and pallas.supports_gated_rms_norm(x, self.weight[...], gate) is None
-    ):
-      return pallas.run_gated_rms_norm(
-        x, self.weight[...], gate, activation=self.activation, eps=self.eps
-      )
-    wide = widen(x)
-    y = (
-      wide
-      * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.eps)
-      * over_tokens(self.weight[...], x.shape)
-    )
-    if gate is not None:
-      y = y * GATES[self.activation](widen(gate))
-    return y.astype(x.dtype)
+    options = {"activation": self.activation, "eps": self.eps, "impl": self.impl}
+    return gated_rms_norm(x, widen(self.weight[...]), gate, **options)
 
 
-# --- positions -------------------------------------------------------------------------------------------------------
+# --- positions -------------------------------------------------------------------------------------
 
 
 def rotate(
   x: Float[Array, "B T H K"], position: Int[Array, "B T"], theta: float = 10_000.0
 ) -> Float[Array, "B T H K"]:
-  """Rotary position embedding: the pair (x_i, x_{i + K/2}) is turned by the angle position * theta^(-2i/K).
+  """Rotary position embedding: turns the pair (x_i, x_{i + K/2}) by the angle position * theta^(-2i/K).
 
-  Paper: J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv:2104.09864, equation 34
-  (the pairs taken half a width apart).
+  Angles are right to the rounding of their sine, at any position of 31 bits.
+
+  Paper: J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
+  arXiv:2104.09864, equation 34 (the pairs taken half a width apart).
   """
   half = x.shape[-1] // 2
   wide = widen(x)
-  frequency = theta ** (-jnp.arange(half, dtype=wide.dtype) / half)
-  angle = position[..., None, None].astype(wide.dtype) * frequency
+  angle = (2 * pi) * _phase(position[..., None, None], theta, half, wide.dtype)
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   first, second = wide[..., :half], wide[..., half:]
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(
-    x.dtype
-  )
+  turned = [first * cos - second * sin, second * cos + first * sin]
+  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _phase(
+  position: Int[Array, "B T 1 1"], theta: float, half: int, dtype
+) -> Float[Array, "B T 1 half"]:
+  """Returns position * theta^(-i/half) / 2 pi in turns, modulo 1, between -1/2 and 1/2.
+
+  float32 has no digits left for a position of a million times a frequency. So frequencies are fixed
+  point numbers of 64 bits, a high and a low word of a turn; unsigned products wrap, which is the modulo.
+  """
+  turns = theta ** (-np.arange(half) / half) / (2 * pi)
+  if dtype == jnp.float64:
+    phase = position.astype(dtype) * turns[None, None, None]
+    return phase - jnp.round(phase)
+  high = np.floor(turns * 2.0**32)
+  low = np.floor((turns * 2.0**32 - high) * 2.0**32)
+  word = lambda w: w.astype(np.uint32)[None, None, None]
+  upper, lower = lambda w: w >> np.uint32(16), lambda w: w & np.uint32(0xFFFF)
+  high, low, p = word(high), word(low), position.astype(jnp.uint32)
+  # p * low / 2^32 by halves of words: at most three units of 2^-32 turns too small.
+  carried = upper(p) * upper(low) + upper(upper(p) * lower(low)) + upper(lower(p) * upper(low))
+  phase = p * high + carried
+  return phase.astype(jnp.int32).astype(dtype) * 2.0**-32
 
 
 def check_rotary(theta: float | None, width: int) -> None:
+  """ValueError unless rotary positions have a base above 1 and an even width; None is for no positions."""
   if theta is None:
     return
-  if not theta > 1:
-    raise ValueError(f"`rope_theta` must be above 1, or None for no positions; got {theta}.")
+  check_number("rope_theta", theta, above=1)
   if width % 2:
     raise ValueError(
       f"`head_dim` must be even for rotary positions; got {width}. Take an even one, or rope_theta=None."

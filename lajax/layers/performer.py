@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_positive
+from lajax._shapes import check_whole
 from lajax.layers.features import favor_features, orthogonal_projection
 from lajax.layers.linear_attention import KernelAttention
 
@@ -19,7 +19,7 @@ class Performer(KernelAttention):
       phi(x)_m = exp(w_m . x' - |x'|^2 / 2) / sqrt M, x' = x / K^(1/4), w_m ~ N(0, I), orthogonal in each block of K
       S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t) ;  o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
 
-  The exponentials are computed relative to their maximum, over a query's features and over the keys so far, which cancels.
+  The exponentials are computed relative to maxima that cancel: of each feature, over the keys so far.
   The directions w are `projection`, one draw for all heads, an `nnx.Variable` that is no `nnx.Param`; `redraw` draws anew.
 
   Args:
@@ -56,8 +56,8 @@ class Performer(KernelAttention):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("head_dim", head_dim)
-    check_positive("num_features", num_features)
+    check_whole("head_dim", head_dim)
+    check_whole("num_features", num_features)
     super().__init__(
       d_model,
       num_heads,

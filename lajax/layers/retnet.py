@@ -1,10 +1,11 @@
 """RetNet: multi-scale retention."""
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from lajax.layers.mixer import Mixer, value_heads, value_width
-from lajax.layers.parameters import GatedRMSNorm, check_rotary, rotate
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
+from lajax.layers.parameters import check_rotary, rotate, wide_dtype
 from lajax.ops import linear_attention
 
 
@@ -52,9 +53,9 @@ class RetNet(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
     check_rotary(rope_theta, K)
-    projections = {"q": (H, K), "k": (H, K), "v": (H, V)} | ({"gate": (H, V)} if use_gate else {})
+    projections = with_gate({"q": (H, K), "k": (H, K), "v": (H, V)}, use_gate, H, V)
     super().__init__(
       d_model,
       projections,
@@ -67,17 +68,14 @@ class RetNet(Mixer):
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    self.norm = GatedRMSNorm(V, "swish", eps=norm_eps, impl=impl, param_dtype=self.gate_dtype)
+    self.norm = self.rms_norm(V, norm_eps)
     self.rope_theta = rope_theta
 
   def mix(self, p, memory, documents):
     q, k = p["q"], p["k"]
     if self.rope_theta is not None:
-      q, k = (
-        rotate(q, documents.position, self.rope_theta),
-        rotate(k, documents.position, self.rope_theta),
-      )
-    heads = jnp.arange(q.shape[2], dtype=self.gate_dtype)
-    g = jnp.broadcast_to(jnp.log1p(-jnp.exp2(-5 - heads)), q.shape[:3])
-    o, memory = self.run(linear_attention, q, k, p["v"], g, memory=memory, documents=documents)
+      q, k = (rotate(x, documents.position, self.rope_theta) for x in (q, k))
+    log_gamma = np.log1p(-np.exp2(-5.0 - np.arange(q.shape[2])))
+    g = jnp.broadcast_to(jnp.asarray(log_gamma[None, None], wide_dtype(q.dtype)), q.shape[:3])
+    o, memory = self.apply_op(linear_attention, q, k, p["v"], g, memory=memory, documents=documents)
     return self.norm(o, p.get("gate")), memory

@@ -3,17 +3,18 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from lajax._shapes import IMPLS, check, check_option, check_positive
-from lajax.layers.parameters import wide_dtype, widen
-from lajax.layers.state import Documents, LayerState, check_state, follow
+from lajax._shapes import IMPLS, check_dtype_option, check_option, check_rngs, check_whole
+from lajax.layers.parameters import aligned, wide_dtype, widen
+from lajax.layers.state import CallDocuments
+from lajax.layers.stateful import StatefulLayer
 from lajax.ops import linear_recurrence
 
 SHARPNESS = 8.0  # the paper's c
 
 
-class RGLRU(nnx.Module):
+class RGLRU(StatefulLayer):
   """A recurrence channel by channel, with gates on its decay and on its input.
 
       h_t = a_t * h_{t-1} + sqrt(1 - a_t^2) * (i_t * x_t) ;  y = h
@@ -36,6 +37,8 @@ class RGLRU(nnx.Module):
   arXiv:2402.19427, equations 1 to 4 (with softplus(Lambda) for the paper's -log sigmoid(Lambda), as in its code).
   """
 
+  memory_letters = "B D"
+
   def __init__(
     self,
     channels: int,
@@ -46,9 +49,12 @@ class RGLRU(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("channels", channels)
-    check_positive("num_blocks", num_blocks)
+    check_whole("channels", channels)
+    check_whole("num_blocks", num_blocks)
     check_option("impl", impl, IMPLS)
+    check_dtype_option("dtype", dtype)
+    check_dtype_option("param_dtype", param_dtype, optional=False)
+    check_rngs(rngs)
     if channels % num_blocks:
       raise ValueError(
         f"`num_blocks` must divide channels = {channels}; got {num_blocks}. Take a divisor of it."
@@ -64,44 +70,35 @@ class RGLRU(nnx.Module):
     self.channels, self.num_blocks, self.impl = channels, num_blocks, impl
     self.dtype, self.param_dtype = dtype, param_dtype
 
-  def __call__(
-    self,
-    x: Float[Array, "B T D"],
-    state: LayerState | None = None,
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-  ) -> tuple[Float[Array, "B T D"], LayerState]:
-    """The recurrence over x, continuing from a state; returns y and the state after the last real token of each row."""
-    sizes = check({"D": self.channels}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
-    check_state(state, sizes["B"])
-    documents = follow(state, (sizes["B"], sizes["T"]), segment_ids)
-    memory = None if state is None else documents.only_continued(state.memory)
-    y, memory = self.recur(documents.only_real(x), memory, documents)
-    return y, LayerState(
-      memory.astype(self._state_dtype), None, documents.segment, documents.length
-    )
-
-  def init_state(self, batch: int) -> LayerState:
-    """The state before the first token: zeros."""
-    check_positive("batch", batch)
-    memory = jnp.zeros((batch, self.channels), self._state_dtype)
-    return LayerState(memory, None, jnp.full(batch, -1, jnp.int32), jnp.zeros(batch, jnp.int32))
+  @property
+  def input_width(self) -> int:
+    return self.channels
 
   @property
-  def _state_dtype(self) -> jnp.dtype:
-    return wide_dtype(self.dtype or self.param_dtype)
+  def parameters_dtype(self):
+    return self.gates.dtype
+
+  def init_memory(self, batch, dtype) -> Float[Array, "B D"]:
+    """Returns h before the first token of a computation in `dtype`: zeros."""
+    return jnp.zeros((batch, self.channels), wide_dtype(dtype, self.param_dtype))
+
+  def advance(self, x, memory, conv, documents):
+    y, memory = self.recur(x, memory, documents)
+    return y, memory, None
 
   def recur(
-    self, x: Float[Array, "B T D"], memory: Array | None, documents: Documents
+    self, x: Float[Array, "B T D"], memory: Array | None, documents: CallDocuments
   ) -> tuple[Array, Array]:
     """h [B T D] behind a memory [B D], and the memory after the last real token; x must be zero at the padding."""
-    dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
+    dtype = self.computation_dtype(x.dtype)
     blocks = x.reshape(*x.shape[:2], self.num_blocks, x.shape[-1] // self.num_blocks)
     gates = jnp.einsum("btnd,nde->btne", blocks.astype(dtype), self.gates[...].astype(dtype))
-    r, i = jnp.split(jax.nn.sigmoid(widen(gates) + self.gates_bias[...]), 2, axis=-1)
+    gates = widen(gates)
+    r, i = jnp.split(jax.nn.sigmoid(gates + aligned(self.gates_bias[...], gates)), 2, axis=-1)
     r, i = r.reshape(x.shape), i.reshape(x.shape)
     start = (documents.position == 0)[..., None]
-    log_a = jnp.where(start, -jnp.inf, -SHARPNESS * r * jax.nn.softplus(self.Lambda[...]))
+    log_a = -SHARPNESS * r * jax.nn.softplus(aligned(self.Lambda[...], r))
+    log_a = jnp.where(start, -jnp.inf, log_a)
     written = _input_scale(log_a) * i * widen(x)
     h, memory = linear_recurrence(
       written, log_a, initial_state=memory, segment_ids=documents.ids, impl=self.impl

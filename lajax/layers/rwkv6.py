@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_positive
+from lajax._shapes import check_whole
 from lajax.layers.mixer import value_heads, value_width
+from lajax.layers.parameters import aligned, widen
 from lajax.layers.token_shift import HeadNorm, LowRank, TokenShiftMixer
 from lajax.ops import linear_attention
 
@@ -54,9 +55,9 @@ class RWKV6(TokenShiftMixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    check_positive("decay_rank", decay_rank)
-    check_positive("shift_rank", shift_rank)
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
+    check_whole("decay_rank", decay_rank)
+    check_whole("shift_rank", shift_rank)
     super().__init__(
       d_model,
       {"k": (H, K), "v": (H, V), "r": (H, K), "gate": (H, V)},
@@ -81,27 +82,18 @@ class RWKV6(TokenShiftMixer):
     self.norm = HeadNorm(H, V, eps=norm_eps, param_dtype=self.gate_dtype)
 
   def inputs(self, x, change):
-    m = jnp.tanh(self.shift_down(x + change * self.mu_x[...]))
-    m = jnp.einsum(
-      "btir,ird->ibtd",
-      m.reshape(*x.shape[:2], len(SHIFTED), m.shape[-1] // len(SHIFTED)),
-      self.shift_up[...],
-    )
-    mixed = x + change * (self.mu[...][:, None, None] + m)
-    return dict(zip(SHIFTED, mixed, strict=True))
+    wide, change = widen(x), widen(change)
+    towards = lambda mu: (wide + change * mu).astype(x.dtype)
+    m = jnp.tanh(self.shift_down(towards(aligned(self.mu_x[...], wide))))
+    m = m.reshape(*m.shape[:2], len(SHIFTED), m.shape[-1] // len(SHIFTED))
+    m = widen(jnp.einsum("btir,ird->ibtd", m, self.shift_up[...].astype(m.dtype)))
+    mu = widen(self.mu[...])[:, None, None]
+    return {name: towards(mu[n] + m[n]) for n, name in enumerate(SHIFTED)}
 
   def mix(self, p, memory, documents):
     w = -jnp.exp(self.decay(p["w"])).reshape(p["k"].shape)
-    o, memory = linear_attention(
-      p["r"],
-      p["k"],
-      p["v"],
-      w,
-      scale=1.0,
-      bonus=self.bonus[...],
-      initial_state=memory,
-      segment_ids=documents.ids,
-      impl=self.impl,
-      chunk_size=self.chunk_size,
+    options = {"scale": 1.0, "bonus": widen(self.bonus[...])}
+    o, memory = self.apply_op(
+      linear_attention, p["r"], p["k"], p["v"], w, memory=memory, documents=documents, **options
     )
     return self.norm(o) * jax.nn.silu(p["gate"]), memory

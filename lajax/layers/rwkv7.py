@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lajax._numerics import l2_normalize
-from lajax._shapes import check_positive
+from lajax._shapes import check_whole
 from lajax.layers.mixer import value_heads, value_width
-from lajax.layers.parameters import widen
+from lajax.layers.parameters import aligned, widen
 from lajax.layers.token_shift import HeadNorm, LowRank, TokenShiftMixer
 from lajax.ops import dplr
 
@@ -60,13 +60,10 @@ class RWKV7(TokenShiftMixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, K, V = value_heads(num_heads, None), head_dim, value_width(head_dim, expand_v)
-    for name, rank in (
-      ("decay_rank", decay_rank),
-      ("iclr_rank", iclr_rank),
-      ("gate_rank", gate_rank),
-    ):
-      check_positive(name, rank)
+    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
+    check_whole("decay_rank", decay_rank)
+    check_whole("iclr_rank", iclr_rank)
+    check_whole("gate_rank", gate_rank)
     super().__init__(
       d_model,
       {"r": (H, K), "k": (H, K), "v": (H, V)},
@@ -93,17 +90,19 @@ class RWKV7(TokenShiftMixer):
     self.norm = HeadNorm(H, V, eps=norm_eps, param_dtype=self.gate_dtype)
 
   def inputs(self, x, change):
-    return dict(zip(SHIFTED, x + change * self.mu[...][:, None, None], strict=True))
+    mu = widen(self.mu[...])[:, None, None]
+    towards = lambda mu: (widen(x) + widen(change) * mu).astype(x.dtype)
+    return {name: towards(mu[n]) for n, name in enumerate(SHIFTED)}
 
   def mix(self, p, memory, documents):
     r, k, v = p["r"], widen(p["k"]), p["v"]
     w = SLOWEST * jax.nn.sigmoid(self.decay(p["w"])).reshape(k.shape)
     a = jax.nn.sigmoid(self.iclr(p["iclr"])).reshape(k.shape)
-    kappa = l2_normalize(k * self.removal[...])
-    k = k * (1 + (a - 1) * self.replacement[...])
-    o, memory = self.run(
+    kappa = l2_normalize(k * aligned(self.removal[...], k))
+    k = k * (1 + (a - 1) * aligned(self.replacement[...], k))
+    o, memory = self.apply_op(
       dplr, r, k, v, -kappa, kappa * a, w, memory=memory, documents=documents, scale=1.0
     )
-    own = (widen(r) * k * self.own[...]).sum(-1, keepdims=True) * widen(v)
+    own = (widen(r) * k * aligned(self.own[...], k)).sum(-1, keepdims=True) * widen(v)
     gate = self.gate_up(jax.nn.sigmoid(self.gate_down(p["gate"]))).reshape(o.shape)
     return ((widen(self.norm(o)) + own) * widen(gate)).astype(o.dtype), memory

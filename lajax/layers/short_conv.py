@@ -1,44 +1,47 @@
-"""The short causal depthwise convolution that stands before most linear mixers."""
-
-import functools
+"""Short causal depthwise convolution, which stands before most linear mixers."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from lajax import pallas
-from lajax._shapes import IMPLS, check, check_option, check_positive
-from lajax.layers.parameters import over_tokens, widen
-from lajax.layers.state import Documents, LayerState, check_state, follow
+from lajax._shapes import (
+  IMPLS,
+  check_dtype_option,
+  check_flag,
+  check_option,
+  check_rngs,
+  check_whole,
+)
+from lajax.layers.state import CallDocuments
+from lajax.layers.stateful import StatefulLayer
+from lajax.ops import short_conv
 
 
-class ShortConv(nnx.Module):
+class ShortConv(StatefulLayer):
   """Causal depthwise convolution over the last `width` tokens, with its cache.
 
       y_t = act(sum_{w < W} weight[:, W - 1 - w] * x_{t - w} + bias)
 
-  Documents do not mix: a tap that would reach into another document reads zero. Padding is passed over: the taps run over
-  real tokens only.
+  Documents do not mix: a tap that would reach into another document reads zero. Padding is passed
+  over: taps count real tokens only.
 
   Args:
     channels: D.
     width: W >= 1, the current token included.
-    use_bias: add a bias a channel.
+    use_bias: add one bias per channel.
     activation: "silu", or None for none.
-    impl: "pallas" for one kernel, where it takes the arrays, as "auto" does on NVIDIA GPUs; all others are shifted products.
-    dtype: the dtype of the computation; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    impl: of `lajax.ops.short_conv`.
+    dtype: of the computation; None for that of the inputs and parameters together.
+    param_dtype: of the parameters.
+    rngs: random streams of the initial parameters.
 
   Raises:
-    ValueError: width < 1, or an unknown activation.
+    ValueError: an option is out of its range.
 
-  Paper: D. Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space Models", 2022, arXiv:2212.14052,
-  section 3.1 (the shift matrix, here with learned weights).
+  Paper: D. Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space Models", 2022,
+  arXiv:2212.14052, section 3.1 (the shift matrix, here with learned weights).
   """
-
-  impl: str = "auto"
 
   def __init__(
     self,
@@ -52,9 +55,13 @@ class ShortConv(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_positive("channels", channels)
-    check_positive("width", width)
+    check_whole("channels", channels)
+    check_whole("width", width)
+    check_flag("use_bias", use_bias)
     check_option("impl", impl, IMPLS)
+    check_dtype_option("dtype", dtype)
+    check_dtype_option("param_dtype", param_dtype, optional=False)
+    check_rngs(rngs)
     if activation not in ("silu", None):
       raise ValueError(
         f"`activation` must be 'silu' or None; got {activation!r}. Apply another one to the outputs."
@@ -65,91 +72,29 @@ class ShortConv(nnx.Module):
     )
     self.bias = nnx.Param(jnp.zeros(channels, param_dtype)) if use_bias else None
     self.channels, self.width, self.activation, self.impl = channels, width, activation, impl
-    self.dtype, self.param_dtype = dtype, param_dtype
+    self.dtype = dtype
 
-  def __call__(
-    self,
-    x: Float[Array, "B T D"],
-    state: LayerState | None = None,
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-  ) -> tuple[Float[Array, "B T D"], LayerState]:
-    """Convolves x, continuing from a state; returns the outputs and the state after the last real token of each row."""
-    sizes = check({"D": self.channels}, x=(x, "B T D"), segment_ids=(segment_ids, "B T", "int"))
-    check_state(state, sizes["B"])
-    documents = follow(state, (sizes["B"], sizes["T"]), segment_ids)
-    y, cache = self.convolve(
-      documents.only_real(x), None if state is None else state.conv, documents
-    )
-    return y, LayerState(None, cache, documents.segment, documents.length)
+  @property
+  def input_width(self) -> int:
+    return self.channels
 
-  def init_state(self, batch: int) -> LayerState:
-    """The state before the first token."""
-    return LayerState(
-      None, self.init_cache(batch), jnp.full(batch, -1, jnp.int32), jnp.zeros(batch, jnp.int32)
-    )
+  @property
+  def parameters_dtype(self):
+    return self.weight.dtype
 
-  def init_cache(self, batch: int) -> Float[Array, "B W-1 D"]:
-    return jnp.zeros((batch, self.width - 1, self.channels), self.dtype or self.param_dtype)
+  def init_conv(self, batch, dtype) -> Float[Array, "B W-1 D"]:
+    return jnp.zeros((batch, self.width - 1, self.channels), dtype)
+
+  def advance(self, x, memory, conv, documents):
+    y, conv = self.convolve(x, conv, documents)
+    return y, None, conv
 
   def convolve(
-    self, x: Float[Array, "B T D"], cache: Array | None, documents: Documents
+    self, x: Float[Array, "B T D"], cache: Array | None, documents: CallDocuments
   ) -> tuple[Array, Array]:
-    """The convolution behind a cache; x must be zero at the padding."""
-    past = self.init_cache(x.shape[0]) if cache is None else documents.only_continued(cache)
-    check(
-      {"D": self.channels, "B": x.shape[0], "W-1": self.width - 1},
-      **{"state.conv": (past, "B W-1 D")},
-    )
-    dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
-    if (
-      pallas.wanted(self.impl)
-      and x.size
-      and pallas.supports_short_conv(x, self.weight[...], past) is None
-    ):
-      bias, silu = None if self.bias is None else self.bias[...], self.activation == "silu"
-      y, rest = pallas.run_short_conv(
-        x.astype(dtype), self.weight[...], bias, past.astype(dtype), documents.ids, silu=silu
-      )
-      return documents.only_real(y), rest.astype(past.dtype)
-    reach = self.width - 1
-    if documents.ids is None:
-      seen = jnp.concatenate([past.astype(dtype), x.astype(dtype)], axis=1)
-      y = self._taps(seen, lambda read, w: read)
-      rest = seen[:, seen.shape[1] - reach :]
-      return y, rest.astype(past.dtype)
-
-    # Real tokens are moved together, so that each has the tokens it reads right before it; then back to their places.
-    ids, (B, T) = documents.ids, documents.ids.shape
-    real = ids >= 0
-    rank = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
-    rows = jnp.arange(B)[:, None]
-    together = lambda a, fill: (
-      jnp.full_like(a, fill).at[rows, jnp.where(real, rank, T)].set(a, mode="drop")
-    )
-    seen = jnp.concatenate([past.astype(dtype), together(x.astype(dtype), 0)], axis=1)
-    runs = jnp.pad(together(ids, -1), ((0, 0), (reach, 0)))  # the cache belongs to run 0
-    y = self._taps(
-      seen, lambda read, w: jnp.where((runs[:, w : w + T] == runs[:, reach:])[..., None], read, 0)
-    )
-    y = documents.only_real(jnp.take_along_axis(y, jnp.maximum(rank, 0)[..., None], axis=1))
-    last = (
-      rank[:, -1:] + 1 + jnp.arange(reach)
-    )  # in `seen`: the cache's length after the last real token
-    last_run = jnp.take_along_axis(runs, rank[:, -1:] + reach, axis=1)
-    rest = jnp.take_along_axis(seen, last[..., None], axis=1)
-    rest = jnp.where((jnp.take_along_axis(runs, last, axis=1) == last_run)[..., None], rest, 0)
-    return y, rest.astype(past.dtype)
-
-  def _taps(self, seen: Array, mask) -> Array:
-    """W shifted products: on a CPU ten times faster than a grouped convolution, and five times with gradients."""
-    shape = (seen.shape[0], seen.shape[1] - self.width + 1, self.channels)
-    wide, weight = widen(seen), widen(self.weight[...])
-    taps = (
-      mask(wide[:, w : w + shape[1]], w) * over_tokens(weight[:, w], shape)
-      for w in range(self.width)
-    )
-    y = functools.reduce(jnp.add, taps)
-    if self.bias is not None:
-      y = y + over_tokens(widen(self.bias[...]), shape)
-    return (jax.nn.silu(y) if self.activation == "silu" else y).astype(seen.dtype)
+    """Returns the convolution behind a cache, and the cache after it; x must be zero at padding."""
+    dtype = self.computation_dtype(x.dtype)
+    past = self.init_conv(len(x), dtype) if cache is None else cache.astype(dtype)
+    bias = None if self.bias is None else self.bias[...]
+    options = {"activation": self.activation, "impl": self.impl}
+    return short_conv(x.astype(dtype), self.weight[...], bias, past, documents.ids, **options)

@@ -1,13 +1,12 @@
 """Softmax attention with a key-value cache: the baseline of the linear mixers, and their partner in hybrid models."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_positive
-from lajax.layers.kv_cache import CachedMixer
-from lajax.layers.parameters import GatedRMSNorm, check_rotary, rotate, widen
-from lajax.layers.state import Documents
+from lajax._shapes import check_flag, check_positive, check_whole
+from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated, key_heads
+from lajax.layers.parameters import check_rotary, rotate, widen
+from lajax.layers.state import CallDocuments
 from lajax.ops import attention
 from lajax.recurrence import attend
 
@@ -17,10 +16,10 @@ class SoftmaxAttention(CachedMixer):
 
       o_t = sum_{j <= t} softmax_j(q_t . k_j / sqrt K) v_j ;  y = o W_o, or (o * sigmoid(x W_g)) W_o
 
-  The state holds the keys and values of the current document, `state.memory = (k, v)`, each [B S HK K], and their number,
-  `state.length`. S is `max_length`, or `window` where that is smaller: the cache then is a ring, of constant size.
-  Where the cache is full and the window does not allow for forgetting, a further token is a ValueError; under jit, where
-  the length cannot be seen, its output is NaN.
+  The state holds the keys and values of the current document, `state.memory = (k, v)`, each
+  [B S HK K], and their number, `state.length`. S is `max_length`. With a smaller `window`, S is the
+  window, and the cache is a ring of constant size. Without one, a token that does not fit is a
+  ValueError; under jit, where the length cannot be seen, its output is NaN.
 
   Args:
     d_model: D.
@@ -28,24 +27,23 @@ class SoftmaxAttention(CachedMixer):
     head_dim: K.
     num_kv_heads: HK, of the keys and values, a divisor of H; None for H. (1: multi-query attention.)
     window: how many of the last tokens, itself included, a token reads; None for all.
-    max_length: how many tokens of a document the cache holds; a first call with more makes a cache for as many.
-    rope_theta: the base of rotary positions, counted from each document's start; None (the default) for none.
+    max_length: tokens of a document that the cache holds; a first call with more makes room for them.
+    rope_theta: base of rotary positions, counted from each document's start; None for none.
     qk_norm: RMSNorm on the queries and keys of each head.
     output_gate: multiply the outputs by sigmoid(x W_g).
-    sink: a learned logit a head that takes part in the softmax without a value.
-    conv_size: the width of a short convolution, without activation, on q, k, v; None (the default) for none.
+    sink: one learned logit per head that takes part in the softmax without a value.
+    conv_size: width of short convolutions, without activation, on q, k, v; None for none.
     norm_eps: of qk_norm.
-    impl: passed on to `lajax.attention`.
-    dtype: the dtype of the projections and the cache; None for that of the inputs and parameters together, and of the
-      parameters for the cache.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    impl: of `lajax.attention`.
+    dtype: of the projections and the cache; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; those of norms and the sink are float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range, or num_kv_heads does not divide num_heads.
 
-  Paper: A. Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, equation 1; grouped heads: J. Ainslie et
-  al., "GQA", 2023, arXiv:2305.13245, section 2.2.
+  Paper: A. Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, equation 1; grouped
+  heads: J. Ainslie et al., "GQA", 2023, arXiv:2305.13245, section 2.2.
   """
 
   def __init__(
@@ -68,21 +66,17 @@ class SoftmaxAttention(CachedMixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    for name, value in {
-      "num_heads": num_heads,
-      "head_dim": head_dim,
-      "num_kv_heads": num_kv_heads,
-      "window": window,
-    }.items():
-      check_positive(name, value)
-    check_positive("max_length", max_length)
+    H, K = check_whole("num_heads", num_heads), check_whole("head_dim", head_dim)
+    HK = key_heads(H, num_kv_heads)
+    self.window = check_positive("window", window)
+    self.max_length = check_whole("max_length", max_length)
     check_rotary(rope_theta, head_dim)
-    H, HK, K = num_heads, num_kv_heads or num_heads, head_dim
-    if H % HK:
-      raise ValueError(f"`num_kv_heads` must divide num_heads = {H}; got {HK}.")
-    projections = {"q": (H, K), "k": (HK, K), "v": (HK, K)} | (
-      {"gate": (H, K)} if output_gate else {}
-    )
+    check_flag("qk_norm", qk_norm)
+    check_flag("output_gate", output_gate)
+    check_flag("sink", sink)
+    projections = {"q": (H, K), "k": (HK, K), "v": (HK, K)}
+    if output_gate:
+      projections["gate"] = (H, K)
     super().__init__(
       d_model,
       projections,
@@ -95,16 +89,14 @@ class SoftmaxAttention(CachedMixer):
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    norm = lambda: (
-      GatedRMSNorm(K, eps=norm_eps, impl=impl, param_dtype=self.gate_dtype) if qk_norm else None
-    )
+    norm = lambda: self.rms_norm(K, norm_eps) if qk_norm else None
     self.q_norm, self.k_norm = norm(), norm()
     self.sink = nnx.Param(jnp.zeros(H, self.gate_dtype)) if sink else None
-    self.window, self.max_length, self.rope_theta = window, max_length, rope_theta
+    self.rope_theta = rope_theta
 
   @property
-  def places(self):
-    return ((self.memory_shape, self.cache_dtype),) * 2
+  def cached(self):
+    return tuple(CachedArray(name, "HK K", self.memory_shape) for name in ("k", "v"))
 
   def mix(self, p, memory, documents):
     q, k, v = p["q"], p["k"], p["v"]
@@ -115,29 +107,28 @@ class SoftmaxAttention(CachedMixer):
         rotate(q, documents.position, self.rope_theta),
         rotate(k, documents.position, self.rope_theta),
       )
-    sink = None if self.sink is None else self.sink[...]
+    sink = None if self.sink is None else widen(self.sink[...])
     options = {"window": self.window, "sink": sink}
     if memory is None:
       o = attention(q, k, v, segment_ids=documents.ids, impl=self.impl, **options)
       memory = self.begin((k, v), documents)
     else:
-      o, memory = self._with_cache(q, k, v, memory, documents, options)
-    if "gate" in p:
-      o = (o * jax.nn.sigmoid(widen(p["gate"]))).astype(o.dtype)
-    return o, memory
+      context = self.extend(memory, (k, v), documents)
+      o, memory = self._read(q, context, documents, options), context.cache
+    return gated(o, p.get("gate")), memory
 
-  def _with_cache(self, q, k, v, cache, documents: Documents, options):
-    seen = self.extend(cache, (k, v), documents)
-    keys, values = seen.arrays
+  def _read(self, q, context: Context, documents: CallDocuments, options):
+    """Outputs of the call's queries over cache and call together."""
+    keys, values = context.arrays
     o = attend(
       q,
-      keys.astype(q.dtype),
-      values.astype(v.dtype),
+      keys,
+      values,
       q_positions=documents.position,
-      k_positions=seen.position,
-      q_segments=seen.q_segment,
-      k_segments=seen.segment,
-      impl="chunked" if self.impl in ("auto", "pallas") else self.impl,
+      k_positions=context.position,
+      q_segments=context.q_document,
+      k_segments=context.document,
+      impl=self.cached_impl,
       **options,
     )
-    return seen.only_kept(o), seen.cache
+    return context.nan_if_lost(o.astype(q.dtype))

@@ -1,83 +1,180 @@
-"""What a layer carries from call to call, and how the tokens of a call follow it.
+"""State that a layer carries from call to call, its checks, and how a call's tokens continue it.
 
-A call may hold several documents (`segment_ids`), and a document may be split over calls. So a state remembers, beside what
-the recurrence needs, which document its last token belonged to and how many tokens of it there were.
+A call may hold several documents (`segment_ids`), and a document may be split over calls. So a state
+holds, beside the memory of the recurrence, the document of its last token and that document's length.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from lajax._shapes import check_ids, check_ids_fit
+
 
 class LayerState(NamedTuple):
-  """The state of one layer, a pytree of arrays with the batch in front; a part that a layer lacks is None.
+  """State of one layer: a pytree of arrays with the batch in front; a part that a layer lacks is None.
 
-  `memory` and `conv` are floats and differentiable. The next call continues the document of this state where it gives no
-  `segment_ids`, where its first real token has the id `segment`, or where `segment` is -1; otherwise a new document begins
-  there, and the state starts from zero.
+  The next call continues the document of this state in three cases: without `segment_ids`, where its
+  first real token has the id `segment`, and where `segment` is -1. Otherwise that token begins a
+  document, and memory and convolution start from zeros.
+
+  `memory` and `conv` are floats and differentiable. NumPy arrays may stand in all parts.
   """
 
-  memory: Any  # what the recurrence carries: [B HV K V], a tuple of such arrays, or a KV cache
-  conv: Array | None  # [B W-1 channels]: the last inputs of the short convolution
-  segment: Int[Array, "B"]  # int32: the id of the last real token; -1 before the first id is seen
-  length: Int[Array, "B"]  # int32: tokens of that document so far
+  memory: Any  # of the recurrence: [B HV K V], a tuple of such arrays, or the cache of attention
+  conv: (
+    Any  # last inputs of short convolutions, [B W-1 channels]: an array, or a dict by projection
+  )
+  segment: Int[Array, "B"]  # int32: id of the last real token; -1 before the first id
+  length: Int[Array, "B"]  # int32: number of that document's tokens so far
 
 
-def check_state(state: LayerState | None, batch: int) -> None:
-  """ValueError where this is no state, or one of another batch."""
-  if state is None:
-    return
+class _FieldKey(jax.tree_util.SequenceKey):
+  """Path of a state's part: an index for tools that know lists, `.memory` in messages.
+
+  Without it, `nnx.tabulate` takes a NamedTuple for a list, fails on its names, and leaves the classes
+  that it was to describe unusable until the process ends.
+  """
+
+  def __str__(self) -> str:
+    return f".{LayerState._fields[self.idx]}"
+
+
+jax.tree_util.register_pytree_with_keys(
+  LayerState,
+  lambda state: (tuple((_FieldKey(n), part) for n, part in enumerate(state)), None),
+  lambda _, parts: LayerState(*parts),
+  lambda state: (tuple(state), None),
+)
+
+
+# --- checks ----------------------------------------------------------------------------------------
+
+
+def check_state(state: Any, batch: int) -> LayerState:
+  """Returns a state with its counters as int32; ValueError if it is none, or a counter is wrong.
+
+  The layer's own checks of `memory` and `conv` follow: `check_arrays`.
+  """
   if not isinstance(state, LayerState):
     got = type(state).__name__
     raise ValueError(
       f"`state` must be a LayerState, from init_state({batch}) or an earlier call; got {got}."
     )
-  rows = state.length.shape
-  if rows != (batch,):
-    raise ValueError(
-      f"`state` must have B = {batch} rows to match `x`; got {rows}. Make it by init_state({batch})."
-    )
+  counters = {}
+  for name in ("segment", "length"):
+    given = getattr(state, name)
+    check_array(f"state.{name}", given, "B", (batch,), "integer")
+    counters[name] = jnp.asarray(given).astype(jnp.int32)
+  return state._replace(**counters)
 
 
-class Documents(NamedTuple):
-  """How the tokens of one call fall into documents, the first of which may have begun in an earlier call."""
+def check_arrays(name: str, given: Any, letters: Any, wanted: Any) -> Any:
+  """Returns part of a state as JAX arrays; ValueError if it is not as `init_state` makes it.
 
-  position: Int[
-    Array, "B T"
-  ]  # of each token in its document; of padding, that of the token before it
-  carried: Int[Array, "B"]  # how many tokens of the call's first document came before the call
+  Args:
+    name: what the messages call the part, "state.memory".
+    given: an array, a tuple of arrays, a dict of arrays, or None.
+    letters: axis letters of the array, "B HV K V"; for a tuple of arrays a tuple of them.
+    wanted: what `init_state` gives: arrays or `jax.ShapeDtypeStruct`s.
+  """
+  if wanted is None:
+    if given is not None:
+      raise ValueError(
+        f"`{name}` must be None for this layer; got {type(given).__name__}. "
+        "Pass the state of an earlier call of this layer, or its init_state."
+      )
+    return None
+  if isinstance(wanted, dict):
+    if not isinstance(given, dict) or set(given) != set(wanted):
+      got = sorted(given) if isinstance(given, dict) else _kind(given)
+      raise ValueError(
+        f"`{name}` must be a dict of arrays with the keys {', '.join(wanted)}; got {got}. "
+        "Pass the state of an earlier call of this layer, or its init_state."
+      )
+    return {k: check_arrays(f"{name}[{k!r}]", given[k], letters, wanted[k]) for k in wanted}
+  if isinstance(wanted, tuple):
+    if not isinstance(given, tuple | list) or len(given) != len(wanted):
+      raise ValueError(
+        f"`{name}` must be a tuple of {len(wanted)} arrays; got {_kind(given)}. "
+        "Pass the state of an earlier call of this layer, or its init_state."
+      )
+    parts = zip(given, letters, wanted, strict=True)
+    return tuple(check_arrays(f"{name}[{n}]", *part) for n, part in enumerate(parts))
+  return check_array(name, given, letters, wanted.shape, "floating")
+
+
+def check_array(name: str, x: Any, letters: str, shape: tuple[int, ...], kind: str) -> Array:
+  """Returns an array of a state; ValueError unless it has this shape, and a floating or integer dtype."""
+  dtype = getattr(x, "dtype", None)
+  right_kind = dtype is not None and jnp.issubdtype(
+    dtype, jnp.floating if kind == "floating" else jnp.integer
+  )
+  if right_kind and tuple(x.shape) == shape:
+    return jnp.asarray(x)
+  message = f"`{name}` must be [{letters}] = {shape} with {_article(kind)} dtype; got {_kind(x)}"
+  if right_kind and len(x.shape) == len(shape):
+    axes = zip(letters.split(), shape, x.shape, strict=True)
+    differ = [letter for letter, wanted, got in axes if wanted != got]
+    message += f": {'axis' if len(differ) == 1 else 'axes'} {' and '.join(differ)}"
+    message += " differs" if len(differ) == 1 else " differ"
+  raise ValueError(
+    f"{message}. Pass the state of an earlier call of this layer, or init_state({shape[0]})."
+  )
+
+
+def _article(kind: str) -> str:
+  return f"an {kind}" if kind == "integer" else f"a {kind}"
+
+
+def _kind(x: Any) -> str:
+  """An array's shape and dtype, a tuple's length, or the type of anything else."""
+  if x is None:
+    return "None"
+  if hasattr(x, "dtype") and hasattr(x, "shape"):
+    return f"{tuple(x.shape)} of {x.dtype}"
+  return f"{type(x).__name__} of {len(x)}" if isinstance(x, tuple | list) else type(x).__name__
+
+
+# --- documents -------------------------------------------------------------------------------------
+
+
+class CallDocuments(NamedTuple):
+  """The documents of one call's tokens, the first of which may have begun in an earlier call."""
+
+  position: Int[Array, "B T"]  # of a token in its document; of padding, that of the token before it
+  carried: Int[Array, "B"]  # tokens of the call's first document that came before the call
   segment: Int[Array, "B"]  # after the call
   length: Int[Array, "B"]  # after the call
   ids: (
     Int[Array, "B T"] | None
-  )  # 0 for the carried document, 1, 2, ... for those that begin here, -1 for padding
+  )  # 0: the carried document; 1, 2, ..: those that begin here; -1: padding
   continues: Bool[Array, "B"] | None  # whether the first real token continues the carried document
 
-  def only_real(self, x: Array) -> Array:
-    """x [B T ...] with zeros at the padding, whatever stood there."""
+  def blank_padding(self, x: Array) -> Array:
+    """Returns x [B T ...] with zeros at the padding, whatever x holds there."""
     if self.ids is None:
       return x
-    return jnp.where(
-      (self.ids >= 0).reshape(self.ids.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)
-    )
+    is_token = (self.ids >= 0).reshape(self.ids.shape + (1,) * (x.ndim - 2))
+    return jnp.where(is_token, x, jnp.zeros((), x.dtype))
 
-  def only_continued(self, state: Any) -> Any:
-    """The arrays [B ...] of a state with zeros in the rows where a new document begins."""
+  def continued(self, state: Any) -> Any:
+    """Returns arrays [B ...] of a state with zeros in the rows where the call begins a new document."""
     if self.continues is None:
       return state
     keep = self.continues
-    return jax.tree.map(
-      lambda s: jnp.where(keep.reshape(-1, *(1,) * (s.ndim - 1)), s, jnp.zeros((), s.dtype)), state
-    )
+    select = lambda s: jnp.where(keep.reshape(-1, *(1,) * (s.ndim - 1)), s, jnp.zeros((), s.dtype))
+    return jax.tree.map(select, state)
 
 
 def follow(
   state: LayerState | None, shape: tuple[int, int], segment_ids: Int[Array, "B T"] | None
-) -> Documents:
-  """Lays the [B T] tokens of a call behind a state (None: behind nothing)."""
+) -> CallDocuments:
+  """Returns the documents of a call's [B T] tokens behind a state; None is the state before all tokens."""
   B, T = shape
   if T == 0:
     raise ValueError(
@@ -85,37 +182,35 @@ def follow(
     )
   segment = jnp.full(B, -1, jnp.int32) if state is None else state.segment
   length = jnp.zeros(B, jnp.int32) if state is None else state.length
+  place = np.arange(T, dtype=np.int32)[None]
   if segment_ids is None:
-    return Documents(
-      length[:, None] + jnp.arange(T, dtype=jnp.int32), length, segment, length + T, None, None
-    )
+    return CallDocuments(length[:, None] + place, length, segment, length + T, None, None)
 
-  real = segment_ids >= 0
-  places = jnp.arange(T, dtype=jnp.int32)
-  last_real = lax.cummax(
-    jnp.where(real, places, -1), axis=1
-  )  # the last real token up to each; -1 where none
-  before = jnp.pad(last_real, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-  id_before = jnp.where(
-    before < 0, segment[:, None], jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
-  )
-  begins = real & (id_before >= 0) & (segment_ids != id_before)
-  run = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-  rank = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1  # of each real token among the real ones
+  check_ids_fit(segment_ids)
+  ids = jnp.asarray(check_ids(segment_ids)).astype(jnp.int32)
+  is_token = ids >= 0
+  last_token = lax.cummax(jnp.where(is_token, place, -1), axis=1)  # up to each place; -1: none
+  before = jnp.pad(last_token, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+  id_before = jnp.take_along_axis(ids, jnp.maximum(before, 0), axis=1)
+  id_before = jnp.where(before < 0, segment[:, None], id_before)
+  begins = is_token & (id_before >= 0) & (ids != id_before)
+  document = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+  rank = jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1  # of a token among the real ones
   rank_of_start = lax.cummax(jnp.where(begins, rank, 0), axis=1)
   continues = ~jnp.any(begins & (rank == 0), axis=1)
-  carried = jnp.where(continues, length, 0)
-  position = rank - rank_of_start + jnp.where(run == 0, length[:, None], 0)
+  position = rank - rank_of_start + jnp.where(document == 0, length[:, None], 0)
 
-  last = last_real[:, -1:]
-  at_last = lambda x, otherwise: jnp.where(
-    last < 0, otherwise[:, None], jnp.take_along_axis(x, jnp.maximum(last, 0), axis=1)
-  )[:, 0]
-  return Documents(
+  last = last_token[:, -1:]
+
+  def at_last(x, otherwise):
+    found = jnp.take_along_axis(x, jnp.maximum(last, 0), axis=1)
+    return jnp.where(last < 0, otherwise[:, None], found)[:, 0]
+
+  return CallDocuments(
     position=position,
-    carried=carried,
-    segment=at_last(segment_ids.astype(jnp.int32), segment),
+    carried=jnp.where(continues, length, 0),
+    segment=at_last(ids, segment),
     length=at_last(position + 1, length),
-    ids=jnp.where(real, run, -1),
+    ids=jnp.where(is_token, document, -1),
     continues=continues,
   )

@@ -1,28 +1,44 @@
-"""What the RWKV layers share: inputs mixed with those of the token before, and projections of low rank."""
+"""Inputs mixed with those of the token before, and projections of low rank: what the RWKV layers share."""
 
 from collections.abc import Callable
-from math import prod
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from lajax._shapes import check_dtype_option, check_number
 from lajax.layers.mixer import Mixer
-from lajax.layers.parameters import over_tokens, widen
-from lajax.layers.short_conv import ShortConv
+from lajax.layers.parameters import aligned, widen
+from lajax.ops import short_conv
+from lajax.ops.norm import over_rows
 
 
-class TokenShift(ShortConv):
-  """The token before, of the same document: a short convolution of width 2 whose weights are (1, 0)."""
+class TokenShiftMixer(Mixer):
+  """A mixer whose projections read mixtures of the token and the one before. A subclass says which in `inputs`.
 
-  def __init__(self, channels: int, *, dtype=None, param_dtype=jnp.float32):
-    self.channels, self.width, self.activation, self.bias = channels, 2, None, None
-    self.dtype, self.param_dtype = dtype, param_dtype
+  Args: those of `Mixer` but the convolution's.
+  """
 
-  @property
-  def weight(self) -> Array:
-    return jnp.tile(jnp.array([1, 0], self.param_dtype), (self.channels, 1))
+  def inputs(self, x: Float[Array, "B T D"], change: Float[Array, "B T D"]) -> dict[str, Array]:
+    """Returns what each projection, and whatever else `mix` wants, reads: `change` is the token before minus the token."""
+    raise NotImplementedError
+
+  def init_conv(self, batch, dtype) -> Float[Array, "B 1 D"]:
+    """Returns the token before the first: zeros."""
+    return jnp.zeros((batch, 1, self.d_model), dtype)
+
+  def project(self, x, conv, documents):
+    dtype = self.computation_dtype(x.dtype)
+    x = x.astype(dtype)
+    past = self.init_conv(len(x), dtype) if conv is None else conv.astype(dtype)
+    # The token before, of the same document: a convolution of width 2 whose weights are (1, 0).
+    weight = jnp.broadcast_to(jnp.array([[1, 0]], dtype), (self.d_model, 2))
+    options = {"activation": None, "impl": self.impl}
+    before, conv = short_conv(x, weight, None, past, documents.ids, **options)
+    read = self.inputs(x, before - x)
+    projected = {name: self.projected(name, read[name]) for name, _ in self.projections}
+    return read | projected, conv
 
 
 class LowRank(nnx.Module):
@@ -58,74 +74,23 @@ class LowRank(nnx.Module):
   def __call__(self, x: Array) -> Array:
     y = self.down(x)
     y = self.up(y if self.activation is None else self.activation(y))
-    return y if self.bias is None else widen(y) + self.bias[...]
-
-
-class TokenShiftMixer(Mixer):
-  """A mixer whose projections read mixtures of the token and the one before. A subclass says which in `inputs`.
-
-  Args: those of `Mixer` but the convolution's.
-  """
-
-  def __init__(
-    self,
-    d_model: int,
-    projections,
-    *,
-    inner,
-    memory,
-    impl,
-    chunk_size,
-    dtype,
-    param_dtype,
-    rngs: nnx.Rngs,
-  ):
-    super().__init__(
-      d_model,
-      projections,
-      inner=inner,
-      memory=memory,
-      impl=impl,
-      chunk_size=chunk_size,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
-    self.conv = nnx.data(TokenShift(d_model, dtype=dtype, param_dtype=param_dtype))
-
-  def inputs(self, x: Float[Array, "B T D"], change: Float[Array, "B T D"]) -> dict[str, Array]:
-    """What each projection, and whatever else `mix` wants, reads: `change` is the token before minus the token."""
-    raise NotImplementedError
-
-  def project(self, x, cache, documents):
-    before, cache = self.conv.convolve(x, cache, documents)
-    p = self.inputs(x, before.astype(x.dtype) - x)
-    kernel, start = self.in_proj.kernel[...], 0
-    dtype = self.dtype or jnp.promote_types(x.dtype, kernel.dtype)
-    for name, shape in self.direct:
-      width = prod(shape)
-      columns = kernel[:, start : start + width]
-      p[name] = jnp.matmul(p[name].astype(dtype), columns.astype(dtype)).reshape(
-        *x.shape[:2], *shape
-      )
-      start += width
-    return p, cache
+    return y if self.bias is None else widen(y) + aligned(self.bias[...], y)
 
 
 class HeadNorm(nnx.Module):
-  """LayerNorm over each head, with a weight and a bias a channel: y = (x - mean x) / sqrt(var x + eps) * weight + bias."""
+  """LayerNorm of each head, with one weight and one bias per channel: y = (x - mean x) / sqrt(var x + eps) * weight + bias."""
 
   def __init__(self, heads: int, width: int, *, eps: float, param_dtype):
+    check_dtype_option("param_dtype", param_dtype, optional=False)
     self.weight = nnx.Param(jnp.ones((heads, width), param_dtype))
     self.bias = nnx.Param(jnp.zeros((heads, width), param_dtype))
-    self.eps = eps
+    self.eps = check_number("norm_eps", eps, 0)
 
   def __call__(self, x: Float[Array, "B T H V"]) -> Float[Array, "B T H V"]:
     wide = widen(x)
     wide = wide - wide.mean(-1, keepdims=True)
     y = wide / jnp.sqrt((wide * wide).mean(-1, keepdims=True) + self.eps)
     flat = lax.collapse(y, 2)
-    flat = flat * over_tokens(self.weight[...].reshape(-1), flat.shape) + over_tokens(
-      self.bias[...].reshape(-1), flat.shape
-    )
-    return flat.reshape(x.shape).astype(x.dtype)
+    per_channel = lambda w: over_rows(widen(w[...]).reshape(-1), flat.shape)
+    y = flat * per_channel(self.weight) + per_channel(self.bias)
+    return y.reshape(x.shape).astype(x.dtype)

@@ -1,17 +1,20 @@
-"""The operations: check the arguments, choose the implementation, run it. Shapes are [B T H D]; `lajax._shapes` has the letters.
+"""The operations: check the arguments, choose the implementation, run it. Shapes are [B T H D];
+`lajax._shapes` has the letters.
 
-Implementations, in every operation: `impl="recurrent"` is the printed equation, token by token; "associative" is
-`jax.lax.associative_scan` over tokens, and stores T states; "chunked" is matrix products inside chunks and a scan
-over the chunks; "pallas" runs GPU kernels, interpreted where no GPU is. "auto" takes what suits the device and the
-shapes. A named implementation never falls back: it says what it cannot do.
+Implementations, in every operation: `impl="recurrent"` is the printed equation, token by token;
+"associative" is `jax.lax.associative_scan` over tokens, and stores T states; "chunked" is matrix
+products inside chunks and a scan over the chunks; "pallas" runs GPU kernels, interpreted where no
+GPU is. "auto" takes what suits the device and the shapes. A named implementation never falls back:
+it says what it cannot do.
 
-Gradients: every implementation can be differentiated in all float arguments and in the initial state.
-"recurrent" and "associative" have all orders, "chunked" has first derivatives in both modes, "pallas" (which
-"auto" takes on NVIDIA GPUs) first derivatives in reverse mode. Log decays may be anything in [-inf, 0]; a positive
-one is computed as asked for. Each new T compiles once; nothing is tuned at run time.
+Gradients: every implementation can be differentiated in all float arguments and in the initial
+state. "recurrent" and "associative" have all orders, "chunked" has first derivatives in both modes,
+"pallas" (which "auto" takes on NVIDIA GPUs) first derivatives in reverse mode. Log decays may be
+anything in [-inf, 0]; a positive one is computed as asked for. Each new T compiles once; nothing is
+tuned at run time.
 
-On explicit meshes (`jax.make_mesh`) an output has the layout of its values, and a final state that of
-`initial_state` if it is given.
+On explicit meshes (`jax.make_mesh`) an output has the layout of its values, and a final state that
+of `initial_state` if it is given.
 """
 
 from lajax.ops.bidirectional import bidirectional_linear_attention, efficient_attention

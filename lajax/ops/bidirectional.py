@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes
-from lajax._meshes import axes_of_letters, on_automatic_axes, spec_for, spec_of
+from lajax._meshes import laid_out, on_automatic_axes, spec_of
 from lajax._numerics import accumulation_dtype, product_precision
 from lajax.ops.linear import linear_attention
 from lajax.recurrence.documents import blank_padding, packing
@@ -29,19 +29,20 @@ def bidirectional_linear_attention(
 ) -> Float[Array, "B T HV V"]:
   """Normalised linear attention over the whole document, with the features already applied.
 
-      o_i = sum_j v_j (k_j . q_i) / (sum_j k_j . q_i + eps) ,   j over all tokens of the document of i
+      o_i = sum_j v_j (k_j . q_i) / (sum_j k_j . q_i + eps) ,   j over all tokens of the document of
+      i
 
-  Time and memory are linear in T, whatever the documents: each token reads the sum up to itself and the
-  sum behind itself.
+  Time and memory are linear in T, whatever the documents: each token reads the sum up to itself and
+  the sum behind itself.
 
   Args:
     q, k: [B T H K], features that should not be negative; head h serves the value heads
       n h .. n h + n - 1 where HV = n H.
     v: [B T HV V].
-    eps: added to the denominator, a number of at least 0. A token that reads nothing, with an eps of 0,
-      has the output 0.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. Documents do not read
-      each other, padding is read by no token, and its output is 0. See `lajax.segment_ids`.
+    eps: added to the denominator, a number of at least 0. A token that reads nothing, with an eps
+      of 0, has the output 0.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. Documents do not
+      read each other, padding is read by no token, and its output is 0. See `lajax.segment_ids`.
 
   Returns:
     o [B T HV V] in v.dtype.
@@ -53,7 +54,7 @@ def bidirectional_linear_attention(
   """
   eps = _shapes.check_not_negative("eps", eps)
   _check(q, k, v, segment_ids)
-  return _over_tokens("normalized", eps, q, k, v, _shapes.check_ids(segment_ids))
+  return _over_tokens(q, k, v, _shapes.check_ids(segment_ids), "normalized", eps)
 
 
 def efficient_attention(
@@ -64,19 +65,21 @@ def efficient_attention(
   normalization: str = "softmax",
   segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T HV V"]:
-  """Efficient attention: queries read a summary of the whole document, whose K rows are averages of values.
+  """Efficient attention: queries read a summary of the whole document, whose K rows are averages of
+  values.
 
       G = rho_k(K)^T V ,   O = rho_q(Q) G
 
-  "scaling": rho(X) = X / sqrt n in a document of n tokens, so that O = Q K^T V / n. "softmax": rho_q is a
-  softmax over the K channels of a query, rho_k one over the n tokens of the document, for each channel.
+  "scaling": rho(X) = X / sqrt n in a document of n tokens, so that O = Q K^T V / n. "softmax":
+  rho_q is a softmax over the K channels of a query, rho_k one over the n tokens of the document,
+  for each channel.
 
   Args:
     q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
     v: [B T HV V].
     normalization: "softmax" or "scaling".
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. Documents do not read
-      each other, padding is read by no token and not counted in n, and its output is 0. See
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. Documents do not
+      read each other, padding is read by no token and not counted in n, and its output is 0. See
       `lajax.segment_ids`.
 
   Returns:
@@ -85,12 +88,12 @@ def efficient_attention(
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value.
 
-  Paper: Z. Shen et al., "Efficient Attention: Attention with Linear Complexities", 2018, arXiv:1812.01243,
-  equations 3 to 6.
+  Paper: Z. Shen et al., "Efficient Attention: Attention with Linear Complexities", 2018,
+  arXiv:1812.01243, equations 3 to 6.
   """
   _shapes.check_option("normalization", normalization, NORMALIZATIONS)
   _check(q, k, v, segment_ids)
-  return _over_tokens(normalization, 0.0, q, k, v, _shapes.check_ids(segment_ids))
+  return _over_tokens(q, k, v, _shapes.check_ids(segment_ids), normalization)
 
 
 def document_maximum(
@@ -148,29 +151,22 @@ def _check(q, k, v, segment_ids) -> None:
   _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _over_tokens(kind: str, eps: float, q, k, v, segment_ids) -> Float[Array, "B T HV V"]:
+@functools.partial(jax.jit, static_argnums=(4, 5))
+@laid_out("B T HV V", q="B T H K", k="B T H K", v="B T HV V", segment_ids="B T")
+def _over_tokens(q, k, v, segment_ids, kind: str, eps: float = 0.0) -> Float[Array, "B T HV V"]:
   """Reads by one of the equations on wide arrays with zeros at padding; blanks the output there."""
+  if 0 in q.shape or 0 in v.shape:
+    return jnp.zeros_like(v)
   read = {
     "normalized": functools.partial(_read_normalized, eps=eps),
     "softmax": _read_softmax,
     "scaling": _read_scaled,
   }[kind]
-
-  def compute(q, k, v, segment_ids):
-    if 0 in q.shape or 0 in v.shape:
-      return jnp.zeros_like(v)
-    dtype, precision = accumulation_dtype(q, k, v), product_precision(q, k, v)
-    documents = None if segment_ids is None else PackedDocuments(*packing(segment_ids))
-    given = (q, k, v) if documents is None else documents.blank((q, k, v))
-    o = read(*(x.astype(dtype) for x in given), documents, precision)
-    return (o if documents is None else documents.blank(o)).astype(v.dtype)
-
-  def layout(q, k, v, segment_ids):
-    held = ((v, "B T HV V"), (q, "B T H K"), (k, "B T H K"), (segment_ids, "B T"))
-    return spec_for("B T HV V", axes_of_letters(*held))
-
-  return on_automatic_axes(compute, layout)(q, k, v, segment_ids)
+  dtype, precision = accumulation_dtype(q, k, v), product_precision(q, k, v)
+  documents = None if segment_ids is None else PackedDocuments(*packing(segment_ids))
+  given = (q, k, v) if documents is None else documents.blank((q, k, v))
+  o = read(*(x.astype(dtype) for x in given), documents, precision)
+  return (o if documents is None else documents.blank(o)).astype(v.dtype)
 
 
 # --- what tokens read ---
@@ -180,8 +176,8 @@ def _read_normalized(q, k, v, documents: PackedDocuments | None, precision, eps:
   """Reads values less an average of their document, and adds the average behind the division.
 
   Where the weights of a token hardly depend on its query (K = 1), the gradients of numerator and
-  denominator cancel to eps / denominator. Values about an average leave nothing to cancel. The output does
-  not depend on the average, so it needs no derivative.
+  denominator cancel to eps / denominator. Values about an average leave nothing to cancel. The
+  output does not depend on the average, so it needs no derivative.
   """
   center = lax.stop_gradient(_average(jnp.abs(k), v, documents))
   read = _read_all(q, k, with_ones(v - center), documents, precision)
@@ -189,7 +185,7 @@ def _read_normalized(q, k, v, documents: PackedDocuments | None, precision, eps:
 
 
 def _average(weight, v, documents: PackedDocuments | None) -> Float[Array, "B T HV V"]:
-  """Returns the average of the values of each token's document, weighted by sums over the channels of keys."""
+  """Returns the average value of each token's document, weighted by its key's channels."""
   weight = jnp.repeat(weight.sum(-1), v.shape[2] // weight.shape[2], axis=2)[..., None]
   total = lambda x: x.sum(1, keepdims=True) if documents is None else documents.sum(x)
   size = total(weight)
@@ -236,7 +232,13 @@ def _read_all(q, k, v, documents: PackedDocuments | None, precision) -> Float[Ar
     grouped = v.reshape(B, T, H, -1, v.shape[-1])
     G = jnp.einsum("bthk,bthgv->bhgkv", k, grouped, precision=precision)
     return jnp.einsum("bthk,bhgkv->bthgv", q, G, precision=precision).reshape(v.shape)
-  # Two sums without a token in common, up to a token and behind it: nothing is subtracted or cancels.
+  if k.shape[-1] == 1:
+    # All tokens of a document read the same sum. As two sums it would be a difference, where the
+    # values are about their average; one per token is no larger than the values.
+    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    return q * documents.sum(k * v)
+  # Two sums without a token in common, up to a token and behind it: nothing is subtracted or
+  # cancels.
   document = documents.document
   upto, _ = linear_attention(q, k, v, scale=1.0, segment_ids=document)
   same = jnp.pad(document[:, 1:] == document[:, :-1], ((0, 0), (0, 1)))

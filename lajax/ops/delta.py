@@ -1,4 +1,4 @@
-"""States that are corrected: the delta rule and its products, Oja's rule, diagonal plus low rank."""
+"""States that are corrected: delta rule and products, Oja's rule, diagonal plus low rank."""
 
 from jaxtyping import Array, Float, Int
 
@@ -24,40 +24,47 @@ def delta_rule(
 ) -> tuple[Float[Array, "B T HV V"], Matrix]:
   """Delta rule: the decayed state is corrected at k towards v.
 
-      S'_t = Diag(exp g_t) S_{t-1} ,   S_t = S'_t + k_t (beta_t (v_t - S'_t^T k_t))^T ,   o_t = scale S_t^T q_t
+      S'_t = Diag(exp g_t) S_{t-1} ,   o_t = scale S_t^T q_t ,
+      S_t = S'_t + k_t (beta_t (v_t - S'_t^T k_t))^T
 
   With `erase` b and `write` w in the place of beta, channel by channel:
   S_t = S'_t + k_t (w_t v_t - S'_t^T (b_t k_t))^T.
 
   Args:
-    q, k: [B T H K]; k is expected at unit length (`lajax.layers` does that); head h serves the value heads n h .. n h + n - 1 where HV = n H.
+    q, k: [B T H K]; k is expected at unit length (`lajax.layers` does that); head h serves the
+      value heads n h .. n h + n - 1 where HV = n H.
     v: [B T HV V].
-    beta: [B T HV], write strength, in (0, 1), or (0, 2) for negative eigenvalues; None with `erase` and
-      `write`.
-    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the key.
+    beta: [B T HV], write strength, in (0, 1), or (0, 2) for negative eigenvalues; None with `erase`
+      and `write`.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the
+      key.
     erase, write: [B T HV K] and [B T HV V], in (0, 1).
     scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero where
-      the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
-    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64, or 32
-      with decays per channel.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
+      or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
-      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas" (GPU
-      kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else "chunked"; "recurrent" for one token).
-      Kernels take K up to 256 where q, k and v are bfloat16, else 128.
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k and v are bfloat16,
+      else 128.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in float32
-    (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Papers: Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (DeltaNet), 2024,
-  arXiv:2406.06484, equation 4; Yang et al., "Gated Delta Networks", 2024, arXiv:2412.06464, equation 10;
-  decay per channel: Kimi Team, "Kimi Linear" (KDA), 2025, arXiv:2510.26692, equation 1.
+  arXiv:2406.06484, equation 4; Yang et al., "Gated Delta Networks", 2024, arXiv:2412.06464,
+  equation 10; decay per channel: Kimi Team, "Kimi Linear" (KDA), 2025, arXiv:2510.26692, equation
+  1.
   """
   _shapes.check_strengths(beta, erase, write)
   return call(
@@ -89,34 +96,39 @@ def delta_product(
       S_t^0 = Diag(exp g_t) S_{t-1} ,   S_t = S_t^R ,   o_t = scale S_t^T q_t ,
       S_t^r = S_t^{r-1} + k_t^r (beta_t^r (v_t^r - S_t^{r-1}^T k_t^r))^T for r = 1 .. R
 
-  So its transition is a product of R Householder-like factors. Computed as `delta_rule` on T R tokens.
+  So its transition is a product of R Householder-like factors. Computed as `delta_rule` on T R
+  tokens.
 
   Args:
     q: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
     k: [B T R H K], expected at unit length.
     v: [B T R HV V].
     beta: [B T R HV], write strengths, in (0, 2).
-    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the key.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the
+      key.
     scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero where
-      the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
-    chunk_size: delta steps in a chunk ("chunked"), of which a token has R; None for 64, or 32 with decays per
-      channel.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: delta steps in a chunk ("chunked"), of which a token has R; None for 64, or 32 with
+      decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
-      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas" (GPU
-      kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else "chunked"; "recurrent" for one token).
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "chunked"; "recurrent" for one token).
 
   Returns:
-    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in float32
-    (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
-  Paper: Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products",
-  2025, arXiv:2502.10297, equation 4.
+  Paper: Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder
+  Products", 2025, arXiv:2502.10297, equation 4.
   """
   return call(
     DELTA_PRODUCT,
@@ -142,35 +154,40 @@ def gated_oja(
   chunk_size: int | None = None,
   impl: str = "auto",
 ) -> tuple[Float[Array, "B T HV V"], Matrix]:
-  """Oja's rule with decay on the value side: the delta rule of the transposed state, keys and values exchanged.
+  """Oja's rule with decay on the value side: a delta rule of the transposed state.
 
-      S'_t = S_{t-1} Diag(exp g_t) ,   S_t = S'_t + (k_t - S'_t v_t) (beta_t v_t)^T ,   o_t = scale S_t^T q_t
+      S'_t = S_{t-1} Diag(exp g_t) ,   S_t = S'_t + (k_t - S'_t v_t) (beta_t v_t)^T ,
+      o_t = scale S_t^T q_t
 
   Args:
     q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
     v: [B T HV V], expected at unit length.
     beta: [B T HV], write strength, in (0, 1).
-    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV V] per channel of the value.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV V] per channel of the
+      value.
     scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero where
-      the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
-    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64, or 32
-      with decays per channel.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
+      or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), or "auto"
       ("chunked"; "recurrent" for one token). "pallas" (GPU kernels) does not exist for this op.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in float32
-    (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
-  Paper: E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", 1982, doi:10.1007/BF00275687;
-  as a state of fast weights: Irie et al., "Images as Weight Matrices", 2022, arXiv:2210.06184, equation 6.
+  Papers: E. Oja, "A Simplified Neuron Model as a Principal Component Analyzer", 1982,
+  doi:10.1007/BF00275687; as a state of fast weights: Irie et al., "Images as Weight Matrices",
+  2022, arXiv:2210.06184, equation 6.
   """
   return call(
     GATED_OJA,
@@ -205,24 +222,28 @@ def dplr(
     q, k, a, b: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H. A state
       stays bounded if Diag(exp g) + b a^T lengthens no vector; nothing checks that.
     v: [B T HV V].
-    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the key.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the
+      key.
     scale: factor of the output, a number; None for K^-1/2.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero where
-      the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
-    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64, or 32
-      with decays per channel.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
+      or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
-      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas" (GPU
-      kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else "chunked"; "recurrent" for one token).
-      Kernels take K up to 256 where q, k, v, a and b are bfloat16, else 128.
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k, v, a and b are
+      bfloat16, else 128.
 
   Returns:
-    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in float32
-    (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Papers: Peng et al., "RWKV-7 Goose", 2025, arXiv:2503.14456, its state evolution (a = -kappa,

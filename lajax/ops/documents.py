@@ -1,4 +1,4 @@
-"""Packed documents from a user's side: ids from lengths or masks, and which tokens have a target."""
+"""Ids of packed documents from lengths or masks, and which tokens have a target."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from lajax import _shapes
+from lajax._meshes import laid_out
 
 
 def segment_ids(
@@ -21,17 +22,18 @@ def segment_ids(
       lajax.segment_ids(mask=[[False, True]])     -> [[-1, 0]]
 
   Args:
-    lengths: [B], the number of tokens in each row, padding behind them; or [B N], the numbers of tokens in
-      N documents that lie one behind the other. Lists of numbers will do.
-    mask: [B T], True (or 1) for a token and False (or 0) for padding, wherever it stands: left, right or
-      between. Give either `lengths` or `mask`.
+    lengths: [B], the number of tokens in each row, padding behind them; or [B N], the numbers of
+      tokens in N documents that lie one behind the other. Lists of numbers will do.
+    mask: [B T], True (or 1) for a token and False (or 0) for padding, wherever it stands: left,
+      right or between. Give either `lengths` or `mask`.
     length: T with `lengths`; None for that of the longest row, which must be known (not traced).
 
   Returns:
     [B T] int32: 0 for the first document of a row, 1 for the next; -1 for padding.
 
   Raises:
-    ValueError: both or none of `lengths` and `mask` are given, or one has the wrong rank, dtype or values.
+    ValueError: both or none of `lengths` and `mask` are given, or one has the wrong rank, dtype or
+      values.
   """
   if (lengths is None) == (mask is None):
     raise ValueError(
@@ -103,10 +105,12 @@ def loss_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 
       loss = jnp.where(mask, cross_entropy(logits, targets), 0).sum() / mask.sum()
 
-  with targets = jnp.roll(tokens, -1, axis=1). The last token of a document has no target, nor has padding.
+  with targets = jnp.roll(tokens, -1, axis=1). The last token of a document has no target, nor has
+  padding.
 
   Args:
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. See `lajax.segment_ids`.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. See
+      `lajax.segment_ids`.
 
   Returns:
     [B T] booleans.
@@ -116,6 +120,11 @@ def loss_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
   """
   _shapes.check_given(segment_ids=(segment_ids, "B T"))
   _shapes.check(segment_ids=(segment_ids, "B T", "int"))
-  ids = _shapes.check_ids(segment_ids)
+  return _has_target(_shapes.check_ids(segment_ids))
+
+
+@jax.jit
+@laid_out("B T", ids="B T")
+def _has_target(ids):
   same = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
-  return jnp.pad(same, ((0, 0), (0, 1)))
+  return jnp.concatenate([same, jnp.zeros_like(ids[:, :1], bool)], axis=1)

@@ -1,4 +1,4 @@
-"""Additive states: linear attention, normalised, and with the exponential gates of the matrix LSTM."""
+"""Additive states: linear attention, normalised, and with the gates of the matrix LSTM."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -27,37 +27,41 @@ def linear_attention(
 
       S_t = Diag(exp g_t) S_{t-1} + k_t v_t^T ,   o_t = scale S_t^T q_t
 
-  With `bonus` u a token reads the state before its own decay and write, and its own write by u instead:
-  o_t = scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t.
+  With `bonus` u a token reads the state before its own decay and write, and its own write by u
+  instead: o_t = scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t.
 
   Args:
     q, k: [B T H K]; head h serves the value heads n h .. n h + n - 1 where HV = n H.
     v: [B T HV V].
-    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the key.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the
+      key.
     scale: factor of the output, a number; None for K^-1/2.
     bonus: [H K], the weight of a token's own write; None to read the state behind the token.
     initial_state: [B HV K V], the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero where
-      the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
-    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64, or 32
-      with decays per channel.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
+      or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
-      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas" (GPU
-      kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else "chunked"; "recurrent" for one token).
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "chunked"; "recurrent" for one token).
 
   Returns:
-    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in float32
-    (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
-  Papers: no decay: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20;
-  per head: Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 6, and Dao and Gu, "Transformers
-  are SSMs" (Mamba-2), 2024, arXiv:2405.21060, equation 16; per channel: Yang et al., "Gated Linear Attention
-  Transformers", 2023, arXiv:2312.06635, equation 3; bonus: Peng et al., "Eagle and Finch" (RWKV-6), 2024,
-  arXiv:2404.05892, Finch.
+  Papers: no decay: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236,
+  equations 18-20; per head: Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 6,
+  and Dao and Gu, "Transformers are SSMs" (Mamba-2), 2024, arXiv:2405.21060, equation 16; per
+  channel: Yang et al., "Gated Linear Attention Transformers", 2023, arXiv:2312.06635, equation 3;
+  bonus: Peng et al., "Eagle and Finch" (RWKV-6), 2024, arXiv:2404.05892, Finch.
   """
   arrays = dict(q=q, k=k, v=v, g=g)
   op = LINEAR_ATTENTION
@@ -93,27 +97,32 @@ def normalized_linear_attention(
       o_t = scale S_t^T q_t / (scale q_t . z_t + eps)
 
   Args:
-    q, k: [B T H K], features that should not be negative; head h serves the value heads n h .. n h + n - 1 where HV = n H.
+    q, k: [B T H K], features that should not be negative; head h serves the value heads
+      n h .. n h + n - 1 where HV = n H.
     v: [B T HV V].
-    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the key.
+    g: log decay (natural), <= 0: None for none, [B T HV] per head, [B T HV K] per channel of the
+      key.
     scale: factor of q, a number; None for K^-1/2. It cancels but for eps.
-    eps: added to the denominator, a number of at least 0. A token that reads nothing, with an eps of 0,
-      has the output 0.
+    eps: added to the denominator, a number of at least 0. A token that reads nothing, with an eps
+      of 0, has the output 0.
     initial_state: (S [B HV K V], z [B HV K]), the state before the first token; None for zeros.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero where
-      the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
-    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64, or 32
-      with decays per channel.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
+      or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
-      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas" (GPU
-      kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else "chunked"; "recurrent" for one token).
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "chunked"; "recurrent" for one token).
 
   Returns:
-    o [B T HV V] in v.dtype, and the state (S [B HV K V], z [B HV K]) behind the last token that is not
-    padding, in float32 (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state (S [B HV K V], z [B HV K]) behind the last token that is
+    not padding, in float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Paper: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20.
@@ -156,28 +165,30 @@ def mlstm(
     i: [B T HV], the log input gate (natural), of any sign.
     f: [B T HV], the log forget gate (natural), <= 0: a log sigmoid.
     scale: factor of q, a number; None for K^-1/2.
-    initial_state: (C [B HV K V], n [B HV K], m [B HV]), the state before the first token; None for zeros,
-      also of m.
-    segment_ids: [B T] integers, the document of each token; an id < 0 is padding. The state is zero where
-      the id changes; `initial_state` belongs to the first document. See `lajax.segment_ids`.
-    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64, or 32
-      with decays per channel.
+    initial_state: (C [B HV K V], n [B HV K], m [B HV]), the state before the first token; None for
+      zeros, also of m.
+    segment_ids: [B T] integers, the document of each token; an id < 0 is padding, which reads,
+      writes and decays nothing and gives 0. The state is zero where the id changes; `initial_state`
+      belongs to the first document. `lajax.segment_ids` makes ids of lengths or masks.
+    chunk_size: tokens in a chunk ("chunked"), raised to a power of two of at least 16; None for 64,
+      or 32 with decays per channel.
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
-      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas" (GPU
-      kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else "chunked"; "recurrent" for one token).
+      (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
+      (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
+      "chunked"; "recurrent" for one token).
 
   Returns:
-    o [B T HV V] in v.dtype, and the state (C, n, m) behind the last token that is not padding, in float32
-    (float64 if an input is).
+    o [B T HV V] in v.dtype, and the state (C, n, m) behind the last token that is not padding, in
+    float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
+      under jit).
     NotImplementedError: the named implementation cannot do this.
 
-  Paper: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19 to 27
-  and 15.
+  Paper: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19
+  to 27 and 15.
   """
-  _shapes.check_below_infinity(segment_ids, i=i)
   return call(
     MLSTM,
     dict(q=q, k=k, v=v, i=i, f=f),
@@ -197,7 +208,7 @@ def _kernels(x, state, document, scale: float):
 
 
 def _kernels_reading_before(x, state, document, scale: float):
-  """o = scale S_{t-1}^T q: writes and decays stand one token later, behind the reads that they follow."""
+  """o = scale S_{t-1}^T q: each write and decay moves one token later, behind the read."""
   later = lambda a: jnp.pad(a, [(0, 0), (1, 0)] + [(0, 0)] * (a.ndim - 2))
   written = (
     None if document is None else later(document)

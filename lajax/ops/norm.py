@@ -1,11 +1,9 @@
 """RMS norm with a gate."""
 
 import functools
-from math import prod
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from lajax import _shapes, pallas
@@ -37,8 +35,8 @@ def gated_rms_norm(
     gate: [.. D], before its activation; None for no gate.
     activation: "swish" or "sigmoid", of the gate.
     eps: added inside the root, a number of at least 0.
-    impl: "pallas" for one GPU kernel, "auto" for the kernel on an NVIDIA GPU where it takes the arrays;
-      "recurrent", "associative" and "chunked" are all plain JAX here.
+    impl: "pallas" for one GPU kernel, "auto" for the kernel on an NVIDIA GPU where it takes the
+      arrays; "recurrent", "associative" and "chunked" are all plain JAX here.
 
   Returns:
     y [.. D] in x.dtype.
@@ -47,10 +45,10 @@ def gated_rms_norm(
     ValueError: an argument has the wrong rank, size, dtype or value.
     NotImplementedError: impl="pallas", and the kernel does not take the arrays.
 
-  Papers: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467, equation 4;
-  gated as in Y. Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 8.
+  Papers: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467,
+  equation 4; gated as in Y. Sun et al., "Retentive Network", 2023, arXiv:2307.08621, equation 8.
   """
-  rows = " ".join(f"D{n}" for n in range(len(np.shape(x)) - 1))
+  rows = " ".join(f"D{n}" for n in range(getattr(x, "ndim", 1) - 1))
   _shapes.check_given(x=(x, f"{rows} D"), weight=(weight, "D"))
   _shapes.check(x=(x, f"{rows} D"), weight=(weight, "D"), gate=(gate, f"{rows} D"))
   _shapes.check_option("activation", activation, tuple(GATES))
@@ -80,5 +78,5 @@ def over_rows(weight: Float[Array, "D"], shape: tuple[int, ...]) -> Float[Array,
   XLA makes the same program of it as of a broadcast. But its transpose is a product too; that of a
   broadcast is a sum over rows by columns, which XLA does three times slower on a CPU.
   """
-  ones = jnp.ones((prod(shape[:-1]), 1), weight.dtype)
-  return jnp.matmul(ones, weight[None], precision="highest").reshape(shape)
+  ones = jnp.ones((*shape[:-1], 1), weight.dtype)  # no axes are merged, which may be sharded
+  return jnp.matmul(ones, weight[None], precision="highest")

@@ -1,7 +1,8 @@
 """What every op does: check the arguments, choose an implementation, run it in one traced function.
 
-An op is a row: a family of `lajax.recurrence.families`, its kernels, and what they support. All array work
-happens inside `_compute`, so that one wrapper serves explicit meshes, and one compilation serves a new length.
+An op is a row: a family of `lajax.recurrence.families`, its kernels, and what they support. All
+array work happens inside `_compute`, so that one wrapper serves explicit meshes, and one
+compilation serves a new length.
 """
 
 import dataclasses
@@ -31,9 +32,10 @@ class Op:
   """A row of the table of ops.
 
   family: letters of the arguments, and the rule that computes them in plain jnp.
-  kernels: (tokens, state, document, scale) -> (o, state); None for an op without kernels. Operands come as
-    they are, gates and the state in float32.
-  supports: (tokens, state, chunk_size) -> None, or a sentence that says what the kernels do not take.
+  kernels: (tokens, state, document, scale) -> (o, state); None for an op without kernels. Operands
+    come as they are, gates and the state in float32.
+  supports: (tokens, state, chunk_size) -> None, or a sentence that says what the kernels do not
+    take.
   fastest_on_cpu: what "auto" takes on a CPU.
   """
 
@@ -66,11 +68,13 @@ def call(
   """Runs an op: checks its arguments, chooses an implementation, computes (output, final state)."""
   family = op.family
   sizes, parts = family.check(arrays, initial_state, segment_ids)
+  _shapes.check_known(sizes, "T")
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   chunk_size = _shapes.check_positive("chunk_size", chunk_size)
   number, traced = families.factor(family, scale, sizes)
   segment_ids = _shapes.check_ids(segment_ids)
   _shapes.check_not_nan(segment_ids, **{name: arrays[name] for name in family.gates})
+  _shapes.check_below_infinity(segment_ids, **{name: arrays[name] for name in family.weights})
   given = Call(dict(arrays), tuple(parts), segment_ids, traced, eps)
   impl = _choose(op, impl, given, sizes, chunk_size)
   options = Options(impl, chunk_size, number, eps)
@@ -79,7 +83,7 @@ def call(
 
 
 def _choose(op: Op, impl: str, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) -> str:
-  """Returns the implementation that "auto" stands for; refuses kernels that are named and cannot do a call."""
+  """Returns the implementation of a call; refuses kernels that are named and cannot do it."""
   refusal = functools.partial(_refusal, op, given, sizes, chunk_size)
   if impl == "pallas":
     refuse(refusal())
@@ -93,7 +97,7 @@ def _choose(op: Op, impl: str, given: Call, sizes: _shapes.Sizes, chunk_size: in
 
 
 def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) -> str | None:
-  """A sentence that says what the kernels do not take of a call, or None. Reads shapes and dtypes only."""
+  """Says in a sentence what the kernels do not take of a call, or None; reads no values."""
   if op.supports is None:
     return "this operation has no kernel yet."
   if isinstance(given.scale, Tracer):
@@ -173,12 +177,12 @@ def without_padding(o: jax.Array, is_token: jax.Array | None) -> jax.Array:
 
 
 def use_kernels(impl: str, supports: Callable[[], str | None], sizes: _shapes.Sizes) -> bool:
-  """Whether kernels compute: named, or by "auto" on a GPU for more than one token if they take the arguments."""
+  """Whether kernels compute: named, or by "auto" for more than one token if they take the call."""
   return impl == "pallas" or (sizes["T"] > 1 and pallas.wanted(impl) and supports() is None)
 
 
 def kernels_compute(impl: str, supports: Callable[[], str | None], x: jax.Array) -> bool:
-  """Whether a kernel computes an op of which plain JAX has one form; refuses a named one that cannot."""
+  """Whether a kernel computes an op with one form in plain JAX; refuses a named one that cannot."""
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   if not x.size or not pallas.wanted(impl):
     return False

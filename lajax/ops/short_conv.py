@@ -28,38 +28,43 @@ def short_conv(
 
       y_t = act(sum_{w < W} weight[:, W - 1 - w] * x_{t - w} + bias)
 
-  Documents do not mix: a tap that would reach into another document reads zero. Padding is passed over:
-  the taps run over tokens that are not padding.
+  Documents do not mix: a tap that would reach into another document reads zero. Padding is passed
+  over: the taps run over tokens that are not padding.
 
   Args:
     x: [B T D], in the dtype of the computation; zeros at padding, which the caller sees to.
     weight: [D W].
     bias: [D]; None for none.
     cache: [B W-1 D], the tokens before the first one, zeros where there were none; None for zeros.
-    document_ids: [B T], the document of each token, counted within the call: 0 for the document that the
-      cache belongs to, 1, 2, .. for those that begin in this call, -1 for padding. None for one document
-      without padding.
+    document_ids: [B T], the document of each token, counted within the call: 0 for the document
+      that the cache belongs to, 1, 2, .. for those that begin in this call, -1 for padding. None
+      for one document without padding.
     activation: "silu", or None for none.
-    impl: "pallas" for one GPU kernel, "auto" for the kernel on an NVIDIA GPU where it takes the arrays;
-      "recurrent", "associative" and "chunked" are all shifted products in plain JAX here.
+    impl: "pallas" for one GPU kernel, "auto" for the kernel on an NVIDIA GPU where it takes the
+      arrays; "recurrent", "associative" and "chunked" are all shifted products in plain JAX here.
 
   Returns:
-    y [B T D] in x.dtype, zeros at padding; and the cache behind the last token that is not padding, in
-    cache.dtype (x.dtype without a cache), zeros where that token's document has fewer tokens.
+    y [B T D] in x.dtype, zeros at padding; and the cache behind the last token that is not padding,
+    in cache.dtype (x.dtype without a cache), zeros where that token's document has fewer tokens.
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value.
     NotImplementedError: impl="pallas", and the kernel does not take the arrays.
 
-  Paper: D. Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space Models", 2022,
-  arXiv:2212.14052, section 3.1 (the shift matrix, here with learned weights).
+  Paper: D. Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space Models",
+  2022, arXiv:2212.14052, section 3.1 (the shift matrix, here with learned weights).
   """
   _shapes.check_given(x=(x, "B T D"), weight=(weight, "D W"))
   sizes = _shapes.check(x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D"))
   if sizes.W == 0:
     raise ValueError("`weight` must be [D W] with W of at least 1; got W = 0.")
-  known = {"B": sizes.B, "T": sizes.T, "D": sizes.D, "W-1": sizes.W - 1}
-  _shapes.check(known, cache=(cache, "B W-1 D"), document_ids=(document_ids, "B T", "int"))
+  reach = jax.ShapeDtypeStruct((sizes.D, sizes.W - 1), weight.dtype)
+  _shapes.check(
+    x=(x, "B T D"),
+    weight=(reach, "D W-1"),
+    cache=(cache, "B W-1 D"),
+    document_ids=(document_ids, "B T", "int"),
+  )
   if activation not in ("silu", None):
     raise ValueError(
       f"`activation` must be 'silu' or None; got {activation!r}. Apply another one to the outputs."
@@ -77,7 +82,7 @@ def _convolve(x, weight, bias, cache, ids, silu: bool, by_kernel: bool):
   def compute(x, weight, bias, cache, ids):
     past = cache
     if past is None:
-      past = jnp.zeros((len(x), weight.shape[1] - 1, x.shape[2]), x.dtype)
+      past = jnp.zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]), x.dtype)
     if by_kernel:
       y, rest = pallas.run_short_conv(x, weight, bias, past.astype(x.dtype), ids, silu=silu)
     else:
@@ -102,7 +107,7 @@ def _shifted(x, past, taps):
 
 
 def _shifted_documents(x, past, taps, ids):
-  """Moves tokens together, so that each has the tokens it reads right before it; then back to their places."""
+  """Moves tokens together, so that each stands right behind those it reads; then back again."""
   (B, T), reach = ids.shape, past.shape[1]
   is_token = ids >= 0
   rank = (
@@ -127,7 +132,7 @@ def _shifted_documents(x, past, taps, ids):
 
 
 def _taps(seen, mask, weight, bias, silu: bool):
-  """Sums W shifted products: on a CPU ten times faster than a grouped convolution, five with gradients."""
+  """Sums W shifted products: on a CPU ten times faster than XLA's grouped convolution."""
   W = weight.shape[1]
   shape = (seen.shape[0], seen.shape[1] - W + 1, seen.shape[2])
   wide = seen.astype(accumulation_dtype(seen, weight))

@@ -1,20 +1,22 @@
 """Softmax attention."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes, pallas
+from lajax._meshes import laid_out
 from lajax._numerics import product_precision
 from lajax.ops.run import refuse, use_kernels, without_padding
-from lajax.recurrence import attention as _softmax
+from lajax.recurrence import attention as softmax
 from lajax.recurrence.documents import blank_padding, packing
 
-DIRECT = 512  # tokens up to which the matrix of scores is made whole
+WHOLE = 512  # tokens up to which the matrix of scores is made whole
 
 
 def attention(
@@ -30,138 +32,190 @@ def attention(
   segment_ids: Int[Array, "B T"] | None = None,
   impl: str = "auto",
 ) -> Float[Array, "B T H V"]:
-  """Softmax attention, exactly; the chunked form takes memory linear in T.
+  """Softmax attention, exactly; the chunked implementation takes memory linear in T.
 
       o_i = sum_j p_ij v_j ,   p_ij = exp(s_ij) / (exp(sink) + sum_j' exp(s_ij')) ,
       s_ij = scale q_i . k_j + sum of log_forget_l over j < l <= i
 
-  over the tokens j that i reads: j <= i if causal, i - j < window, the same document.
+  over the tokens j that i reads: j <= i if causal, i - j < window, the same document. A token that
+  reads a key, a value or a gate that is not finite gives NaN, and no other token does.
 
   Args:
     q: [B T H K].
     k, v: [B T HK K], [B T HK V], where HK divides H; head h of q reads head h // (H / HK).
     causal: whether a token reads only itself and tokens before it.
-    window: how many tokens, itself included, a token reads at most (on either side, if not causal); None for all.
-    sink: [H], a logit that takes part in the denominator alone; None for none.
-    log_forget: [B T H], log forget gates (natural), <= 0, not scaled; None for none. Needs `causal`.
-    scale: of the scores; None for K^-1/2.
-    segment_ids: [B T], the document of each token: documents do not read each other. A token of id < 0 is padding: nobody
-      reads it, its output is 0, and distances in a window do not count it.
-    impl: the form, see above. "recurrent": one query after the other. "associative": softmax over blocks of keys, merged as
-      a tree. "chunked": the same, one block after the other. "pallas": the same by kernels for GPUs. "auto": on
-      NVIDIA GPUs cuDNN's where it has the options, else the kernels; elsewhere `jax.nn.dot_product_attention` for short
-      sequences where it has the options, else chunked.
+    window: how many tokens, itself included, a token reads at most (on either side, if not
+      causal); None for all.
+    sink: [H], one logit per head that takes part in the denominator alone; None for none.
+    log_forget: [B T H], log forget gates (natural), <= 0, not scaled. Needs `causal`. None for
+      none.
+    scale: factor of the scores; None for K^-1/2.
+    segment_ids: [B T], the document of each token. Documents do not read each other. A token of
+      id < 0 is padding: no token reads it, its output is 0, and windows do not count it.
+    impl: "recurrent": one query after the other. "associative": softmax over blocks of keys,
+      merged as a tree. "chunked": softmax over blocks of keys, one block after the other.
+      "pallas": GPU kernels. "auto": on NVIDIA GPUs cuDNN's attention where it has the options,
+      else the kernels; elsewhere `jax.nn.dot_product_attention` for short sequences where it has
+      the options, else chunked.
 
   Returns:
     o [B T H V] in v.dtype.
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds NaN.
-    NotImplementedError: the named form does not exist for this.
+    ValueError: an argument has the wrong rank, size, dtype or value, or (outside jit) a gate holds
+      NaN.
+    NotImplementedError: the named implementation does not exist for these arguments.
 
-  Papers: Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, equation 1; Dao et al., "FlashAttention", 2022,
-  arXiv:2205.14135, algorithm 1; sink: Xiao et al., 2023, arXiv:2309.17453; log_forget: Lin et al., "Forgetting Transformer",
-  2025, arXiv:2503.02130, equation 3.
+  Papers: Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, equation 1; Dao et
+  al., "FlashAttention", 2022, arXiv:2205.14135, algorithm 1; sink: Xiao et al., 2023,
+  arXiv:2309.17453; log_forget: Lin et al., "Forgetting Transformer", 2025, arXiv:2503.02130,
+  equation 3.
   """
+  arrays = {"q": (q, "B T H K"), "k": (k, "B T HK K"), "v": (v, "B T HK V")}
+  _shapes.check_given(**arrays)
   sizes = _shapes.check(
-    q=(q, "B T H K"),
-    k=(k, "B T HK K"),
-    v=(v, "B T HK V"),
+    **arrays,
     sink=(sink, "H"),
     log_forget=(log_forget, "B T H"),
     segment_ids=(segment_ids, "B T", "int"),
   )
   _shapes.check_multiple("HK", "H", sizes, ("`k` and `v`", "`q`"))
   _shapes.check_option("impl", impl, _shapes.IMPLS)
-  _shapes.check_positive("window", window)
-  _shapes.check_not_nan(segment_ids, log_forget=log_forget)
-  if log_forget is not None and not causal:
+  causal, window = softmax.check_reach(causal, window, log_forget)
+  ids = _shapes.check_ids(segment_ids)
+  _shapes.check_not_nan(ids, log_forget=log_forget)
+  softmax.check_lengths(sizes, "T")
+  if isinstance(scale, Tracer):
     raise ValueError(
-      "`log_forget` needs causal=True: a gate stands between a token and those before it; got causal=False."
+      "`scale` must be a number known when the function is traced; got a traced array. Multiply `q`"
+      " by it."
     )
-  factor = _shapes.scale_of(scale, sizes)
+  options = Options(causal, window, float(_shapes.scale_of(scale, sizes)), impl)
   supports = functools.partial(pallas.supports_attention, q, k, v, sink, log_forget)
   kernels = use_kernels(impl, supports, sizes)
   if kernels:
     refuse(supports())
   if 0 in q.shape or 0 in v.shape:
     return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
-  if isinstance(scale, Tracer):
-    raise ValueError(
-      "`scale` must be a number known when the function is traced; got a traced array. Multiply `q` by it."
+  bare = window is None and sink is None and ids is None
+  if not kernels:
+    compute = _plain
+  elif impl == "auto" and bare and _cudnn_takes(q, k, v):
+    compute = _by_cudnn
+  else:
+    compute = _by_kernels
+  return _run(q, k, v, sink, log_forget, ids, compute, options)
+
+
+class Options(NamedTuple):
+  """What is fixed when a call is compiled."""
+
+  causal: bool
+  window: int | None
+  scale: float
+  impl: str
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))
+@laid_out(
+  "B T H V",
+  q="B T H K",
+  k="B T HK K",
+  v="B T HK V",
+  sink="H",
+  log_forget="B T H",
+  segment_ids="B T",
+)
+def _run(q, k, v, sink, log_forget, segment_ids, compute, options: Options):
+  """All array work of a call."""
+  return compute(options, q, k, v, sink, log_forget, segment_ids)
+
+
+def _plain(options: Options, q, k, v, sink, log_forget, segment_ids):
+  """Attention in plain JAX."""
+  place, is_token = _placement(q, segment_ids)
+  if is_token is not None:
+    q, k, v, log_forget = blank_padding((q, k, v, log_forget), is_token)
+  one_type = q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
+  bare = sink is None and log_forget is None and one_type and q.dtype != jnp.float64
+  if options.impl == "auto" and bare and q.shape[1] <= WHOLE:
+    return without_padding(_whole(q, k, v, place, is_token is not None, options), is_token)
+  return softmax.attend(
+    q,
+    k,
+    v,
+    q_positions=place.position,
+    k_positions=place.position,
+    q_segments=place.document,
+    k_segments=place.document,
+    sink=sink,
+    log_forget=log_forget,
+    causal=options.causal,
+    window=options.window,
+    scale=options.scale,
+    impl="chunked" if options.impl == "auto" else options.impl,
+  )
+
+
+def _placement(q, segment_ids) -> tuple[softmax.Placement, Bool[Array, "B T"] | None]:
+  """Where each token is, and which tokens are no padding (None: all)."""
+  B, T = q.shape[:2]
+  if segment_ids is None:
+    position = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    return softmax.Placement(position, jnp.zeros((B, T), jnp.int32)), None
+  document, is_token = packing(segment_ids)
+  position = jnp.cumsum(is_token, axis=1, dtype=jnp.int32)
+  return softmax.Placement(position, jnp.where(is_token, document, -1)), is_token
+
+
+def _whole(q, k, v, place: softmax.Placement, packed: bool, options: Options):
+  """Attention by `jax.nn.dot_product_attention`, with the whole matrix of scores."""
+  reads = softmax.visible(place, place, options.causal, options.window)
+  masked = packed or options.window is not None
+  queries = q
+  (q, q_finite), (k, k_finite), (v, v_finite) = map(softmax.finite_rows, (q, k, v))
+  half, dtype = product_precision(q, k, v) == lax.Precision.DEFAULT, v.dtype
+  if dtype == jnp.float16:  # CPUs have no product of float16 that sums in float32
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+  precision = jax.default_matmul_precision("default" if half else "highest")
+  with precision, jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes dtypes
+    o = jax.nn.dot_product_attention(
+      q,
+      k,
+      v,
+      mask=reads[:, None] if masked else None,
+      scale=options.scale,
+      is_causal=options.causal and not masked,
     )
-  scale = float(factor)
-  if (
-    kernels
-    and impl == "auto"
-    and window is None
-    and sink is None
-    and segment_ids is None
-    and _cudnn_takes(q, k, v)
-  ):
-    return jax.nn.dot_product_attention(
-      q, k, v, scale=scale, is_causal=causal, implementation="cudnn"
-    )
-  if kernels:
-    return _by_kernels(q, k, v, sink, segment_ids, causal, window, scale)
-  return _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, impl)
+  B, T, H, _ = q.shape
+  HK = k.shape[2]
+  finite = softmax.reads_finite(
+    reads, q_finite.reshape(B, T, HK, H // HK), k_finite & v_finite
+  )  # [B HK G T]
+  finite = jnp.moveaxis(finite, -1, 1).reshape(B, T, H, 1)
+  return softmax.isolate_cotangent(jnp.where(finite, o, jnp.nan).astype(dtype), queries)
 
 
 def _cudnn_takes(q, k, v) -> bool:
-  """Whether XLA's own fused attention on NVIDIA GPUs does: half precision, one width of at most 128, a multiple of 8."""
+  """Whether XLA's attention by cuDNN takes them: half precision, one width <= 128, by eights."""
   half = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
   return half and q.shape[-1] == v.shape[-1] <= 128 and q.shape[-1] % 8 == 0
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "impl"))
-def _attention(q, k, v, sink, log_forget, segment_ids, causal, window, scale, impl):
-  B, T = q.shape[:2]
-  position, document, is_token = (
-    jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T)),
-    jnp.zeros((B, T), jnp.int32),
-    None,
-  )
-  if segment_ids is not None:
-    run, is_token = packing(segment_ids)
-    position, document = jnp.cumsum(is_token, axis=1, dtype=jnp.int32), jnp.where(is_token, run, -1)
-    q, k, v, log_forget = blank_padding((q, k, v, log_forget), is_token)
-  alike_widths = q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
-  plain = sink is None and log_forget is None and alike_widths and q.dtype != jnp.float64
-  if impl == "auto" and plain and T <= DIRECT:
-    places = _softmax.Where(position, document)
-    mask = None
-    if segment_ids is not None or window is not None:
-      mask = _softmax.visible(places, places, causal, window)[:, None]
-    with jax.default_matmul_precision(
-      "default" if product_precision(q, k, v) == lax.Precision.DEFAULT else "highest"
-    ):
-      o = jax.nn.dot_product_attention(
-        q, k, v, mask=mask, scale=scale, is_causal=causal and mask is None
-      )
-    return without_padding(o, is_token)
-  return _softmax.attend(
-    q,
-    k,
-    v,
-    q_positions=position,
-    k_positions=position,
-    q_segments=document,
-    k_segments=document,
-    causal=causal,
-    window=window,
-    sink=sink,
-    log_forget=log_forget,
-    scale=scale,
-    impl="chunked" if impl == "auto" else impl,
+def _by_cudnn(options: Options, q, k, v, *_):
+  """Attention by cuDNN."""
+  return jax.nn.dot_product_attention(
+    q, k, v, scale=options.scale, is_causal=options.causal, implementation="cudnn"
   )
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "scale"))
-def _by_kernels(q, k, v, sink, segment_ids, causal, window, scale):
+def _by_kernels(options: Options, q, k, v, sink, _, segment_ids):
+  """Attention by this library's kernels, which have no forget gate."""
   document = is_token = None
   if segment_ids is not None:
     document, is_token = packing(segment_ids)
     q, k, v = blank_padding((q, k, v), is_token)
+  causal, window, scale = options.causal, options.window, options.scale
   return pallas.run_attention(
     q, k, v, sink, document, is_token, causal=causal, window=window, scale=scale
   )

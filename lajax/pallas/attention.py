@@ -36,7 +36,7 @@ from lajax.pallas.attention_blocks import (
   tile_of,
   where,
 )
-from lajax.pallas.launch import differentiable, launch
+from lajax.pallas.launch import differentiable, float64_refusal, launch
 from lajax.pallas.nonfinite import bad_tokens, reached, replace
 from lajax.pallas.plan import loop_tiles
 from lajax.pallas.tiles import load, store, tile_mask
@@ -318,8 +318,8 @@ def supports(q, k, v, sink=None, log_forget=None) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if any(x is not None and x.dtype == jnp.float64 for x in (q, k, v, sink)):
-    return "the kernels compute in float32, and an input is float64."
+  if reason := float64_refusal(dict(q=q, k=k, v=v, sink=sink)):
+    return reason
   for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
     if size > MAX_WIDTH:
       return f"the kernels take heads of up to {name} = {MAX_WIDTH}, and {name} is {size}."

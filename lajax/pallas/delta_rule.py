@@ -9,7 +9,7 @@ section 3.2):
     ,   W = beta E
 
 E are the corrections and W the values that the tokens really write. What follows is the additive
-family's: o = scale ((from_start q) S + P W) and S' = total S + (to_end k)^T W. W also stands in the
+family's: o = scale ((from_start q) S + P W) and S' = total S + (to_end k)^T W. W is also in the
 equation of E, so its cotangent dW gives dX = dW - G^T (beta dW), hence dv = beta dX and dbeta = dX
 . E.
 
@@ -92,10 +92,10 @@ def _pass(scale: float, inputs, packed, keep_states: bool):
   p = _plan(q, k, v, g, packed is not None, scale)
   document, edges = packed or (None, None)
   system = forward.solve_chunks(p, q, k, beta, g, document, edges)
-  o, last, chunk_states, matrices = forward.scan_chunks(
+  o, last, chunk_states, transitions = forward.scan_chunks(
     p, system, v, beta, g, document, edges, state, v, keep_states
   )
-  return (o, last), (inputs, packed, chunk_states, matrices)
+  return (o, last), (inputs, packed, chunk_states, transitions)
 
 
 def _forward(scale: float, inputs, packed):
@@ -107,7 +107,7 @@ def _alone(scale: float, inputs, packed):
 
 
 def _backward(scale: float, residuals, cotangents):
-  (q, k, v, beta, g, state), packed, chunk_states, matrices = residuals
+  (q, k, v, beta, g, state), packed, chunk_states, transitions = residuals
   do, dlast = cotangents
   p = _plan(q, k, v, g, packed is not None, scale)
   document, edges = packed or (None, None)
@@ -115,7 +115,7 @@ def _backward(scale: float, residuals, cotangents):
     p, q, k, v, do, beta, g, document, edges, chunk_states
   )
   dchunk_states, dx, dv, dstate = backward.carry_back(
-    p, reader, q_reader, writer, do, dread, beta, g, document, edges, triangle, dlast, matrices
+    p, reader, q_reader, writer, do, dread, beta, g, document, edges, triangle, dlast, transitions
   )
   dp, dm, dbeta = backward.scores_back(p, do, corrections, dx, beta, g, document, edges)
   dq, dk, dg = backward.key_gradients(
@@ -149,13 +149,9 @@ def supports(
       f"the kernels take keys of up to K = {forward.WIDE} where q, k and v are not bfloat16, "
       f"and K is {p.K}."
     )
-  return refusal(
-    p,
-    (q, k, v, beta, g, initial_state),
-    chunk_size,
-    forward.TILES | backward.TILES,
-    forward.AXES | backward.AXES,
-  )
+  inputs = dict(q=q, k=k, v=v, beta=beta, g=g, initial_state=initial_state)
+  tables, axes = forward.TILES | backward.TILES, forward.AXES | backward.AXES
+  return refusal(p, inputs, chunk_size, tables, axes)
 
 
 def decode(

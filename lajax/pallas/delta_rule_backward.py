@@ -218,10 +218,10 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan, sum
 
 
 def carry_back(
-  p: MatrixPlan, k, q, writer, do, dread, beta, g, document, edges, triangle, dlast, matrices
+  p: MatrixPlan, k, q, writer, do, dread, beta, g, document, edges, triangle, dlast, transitions
 ) -> Sequence[Array]:
-  """Returns dS after each chunk, dX, dv, and dS before the first token; `matrices` are the splits',
-  of `scan_chunks`.
+  """Returns dS after each chunk, dX, dv, and dS before the first token; `transitions` are the
+  splits', of `scan_chunks`.
   """
   kinds = *(p.reader,) * 3, "v", "v", "head", p.gate, "document", "edges", "scores"
   inputs = k, q, writer, do, dread, beta, g, document, edges, triangle
@@ -235,7 +235,7 @@ def carry_back(
     kinds,
     inputs,
     dlast,
-    matrices,
+    transitions,
     [("v", do.shape, f32), ("v", do.shape, do.dtype)],
   )
 

@@ -196,9 +196,7 @@ def _summaries_kernel(
 def _summaries(
   p: MatrixPlan, system: DeltaSystem, v, beta, g, document, edges
 ) -> tuple[Array, Array]:
-  """Returns the state after each split started from zeros, [B P HV K V], and its matrix, [B P HV K
-  K].
-  """
+  """Returns the state after each split from zeros, [B P HV K V], and its matrix, [B P HV K K]."""
   p = p.cut(TILES, "summaries")
   kinds = p.reader, p.reader, "v", "head", p.gate, "document", "edges", "scores"
   inputs = system.k_reader, system.k_writer, v, beta, g, document, edges, system.squares
@@ -236,7 +234,7 @@ def _scan_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
   """o = scale (P W + (from_start q) S), then S = total S + (to_end k)^T W, chunk by chunk. Stores S
   before each.
 
-  Without q it gives W in the place of o.
+  Without q it gives W instead of o.
   """
   (
     k_ref,
@@ -291,12 +289,12 @@ def scan_chunks(
   p: MatrixPlan, system: DeltaSystem, v, beta, g, document, edges, state, like, keep_states: bool
 ) -> tuple[Array, Array, Array | None, Array | None]:
   """Returns o, the last state, the states before the chunks if they are stored, and the splits'
-  matrices if there are any.
+  transitions if there are any.
   """
-  states, matrices = state[:, None], None
+  states, transitions = state[:, None], None
   if p.P > 1:
-    ends, matrices = _summaries(p, system, v, beta, g, document, edges)
-    states = time_splits.by_matrices(matrices, ends, state, reverse=False)
+    updates, transitions = _summaries(p, system, v, beta, g, document, edges)
+    states = time_splits.by_matrices(transitions, updates, state, reverse=False)
   uncut, p = p, p.cut(TILES, "scan_wide" if p.K > WIDE else "scan")
   results = [
     ("v", like.shape, like.dtype if outputs_fit(p) else f32),
@@ -316,7 +314,7 @@ def scan_chunks(
   )
   if not outputs_fit(p):
     out = _read(uncut, system, out, g, document, edges, chunk_states[0], like)
-  return out, after[:, -1], chunk_states[0] if chunk_states else None, matrices
+  return out, after[:, -1], chunk_states[0] if chunk_states else None, transitions
 
 
 # --- read: the outputs of all chunks at once ------------------------------------------------------

@@ -155,11 +155,11 @@ def _pass(static: _Static, inputs, packed, keep_states: bool):
   p = _forward_plan(q, v, g, packed is not None, static)
   document, edges = packed or (None, None)
   system = forward.solve_chunks(p, q, a, b, k, g, document, edges)
-  o, last, chunk_states, matrices = forward.scan_chunks(
+  o, last, chunk_states, transitions = forward.scan_chunks(
     p, system, v, g, document, edges, state, static.out, keep_states
   )
   chunk_states = None if chunk_states is None else chunk_states[:, :, :: p.multiple // p.every]
-  return (o, last), (inputs, packed, chunk_states, matrices)
+  return (o, last), (inputs, packed, chunk_states, transitions)
 
 
 def _forward(static: _Static, inputs, packed):
@@ -171,7 +171,7 @@ def _alone(static: _Static, inputs, packed):
 
 
 def _backward(static: _Static, residuals, cotangents):
-  (q, k, v, a, b, g, state), packed, chunk_states, matrices = residuals
+  (q, k, v, a, b, g, state), packed, chunk_states, transitions = residuals
   do, dlast = cotangents
   p = _plan(q, v, g, packed is not None, static)
   document, edges = packed or (None, None)
@@ -182,7 +182,7 @@ def _backward(static: _Static, residuals, cotangents):
   )
   reader, b_writer, k_writer, q_reader = decayed
   dchunk_states, dx, dstate = backward.carry_back(
-    p, reader, q_reader, b_writer, do, dread, g, document, edges, triangle, dlast, matrices
+    p, reader, q_reader, b_writer, do, dread, g, document, edges, triangle, dlast, transitions
   )
   squares, dv = backward.scores_back(
     p, k_writer, v, do, reads, dx, g, document, edges, ak_scores, qk_scores, dchunk_states
@@ -205,21 +205,20 @@ def supports(
 
   Reads shapes and dtypes only.
   """
-  return _refusal(
-    tiles.operand_dtype(q, k, v, a, b), (q, k, v, a, b, g, initial_state), q, v, g, chunk_size
-  )
+  inputs = dict(q=q, k=k, v=v, a=a, b=b, g=g, initial_state=initial_state)
+  return _refusal(tiles.operand_dtype(q, k, v, a, b), inputs, chunk_size)
 
 
 def supports_by_channel(
   q, k, v, erase, write, g=None, initial_state=None, *, chunk_size: int | None = None
 ) -> str | None:
   """Returns the same as `supports`, for `delta_rule_by_channel`."""
-  return _refusal(
-    tiles.operand_dtype(q, k, v), (q, k, v, erase, write, g, initial_state), q, v, g, chunk_size
-  )
+  inputs = dict(q=q, k=k, v=v, erase=erase, write=write, g=g, initial_state=initial_state)
+  return _refusal(tiles.operand_dtype(q, k, v), inputs, chunk_size)
 
 
-def _refusal(dtype, inputs, q, v, g, chunk_size: int | None) -> str | None:
+def _refusal(dtype, inputs: dict, chunk_size: int | None) -> str | None:
+  q, v, g = inputs["q"], inputs["v"], inputs["g"]
   p = _plan(q, v, g, False, _Static(1.0, dtype, dtype))
   if p.K > forward.WIDE and p.dtype != jnp.bfloat16:
     return (

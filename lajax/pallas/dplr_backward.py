@@ -228,10 +228,10 @@ def _carry_back_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan, sum
 
 
 def carry_back(
-  p: MatrixPlan, a, q, b, do, dread, g, document, edges, triangle, dlast, matrices
+  p: MatrixPlan, a, q, b, do, dread, g, document, edges, triangle, dlast, transitions
 ) -> Sequence[Array]:
-  """Returns dS after each chunk, dX, and dS before the first token; `matrices` are the splits', of
-  `scan_chunks`.
+  """Returns dS after each chunk, dX, and dS before the first token; `transitions` are the splits',
+  of `scan_chunks`.
   """
   kinds = *(p.reader,) * 3, "v", "v", p.gate, "document", "edges", "scores"
   inputs = a, q, b, do, dread, g, document, edges, triangle
@@ -245,7 +245,7 @@ def carry_back(
     kinds,
     inputs,
     dlast,
-    matrices,
+    transitions,
     [("v", do.shape, f32)],
   )
 
@@ -257,7 +257,7 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
   """dP = scale do W^T and scale do v^T, dN = dX W^T and dX v^T; dv = scale P_k^T do + N_ak^T dX +
   (to_end k) dS.
 
-  dP stands on and below the diagonal, dN below it, both within documents. A decay per head between
+  dP is on and below the diagonal, dN below it, both within documents. A decay per head between
   the two tokens is already multiplied in.
   """
   (
@@ -384,7 +384,7 @@ def _key_gradients_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
   """dq, da, db, dk and dg of one tile of K, as in the additive family, with two readers and two
   writers.
 
-  No decay stands between a token and itself, nor between neighbours of which the later one reads
+  There is no decay between a token and itself, nor between neighbours of which the later one reads
   before its own decay. These scores have no part in dg: `own_b`, `own_k` and `near` add their
   cotangents at the end.
   """

@@ -222,9 +222,7 @@ def _summaries_kernel(
 
 
 def _summaries(p: MatrixPlan, system: LowRankSystem, v, g, document, edges) -> tuple[Array, Array]:
-  """Returns the state after each split started from zeros, [B P HV K V], and its matrix, [B P HV K
-  K].
-  """
+  """Returns the state after each split from zeros, [B P HV K V], and its matrix, [B P HV K K]."""
   p = p.cut(TILES, "summaries")
   kinds = *(p.reader,) * 3, "v", p.gate, "document", "edges", "two scores"
   inputs = system.a_reader, system.b_writer, system.k_writer, v, g, document, edges, system.squares
@@ -264,7 +262,7 @@ def _scan_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
   """o = scale ((from_start q) S + P_b W + P_k v), then S = total S + (to_end b)^T W + (to_end k)^T
   v, chunk by chunk.
 
-  Stores S before each chunk if there is a ref for it. Without q it gives W in the place of o.
+  Stores S before each chunk if there is a ref for it. Without q it gives W instead of o.
   """
   a_ref, q_ref, b_ref, k_ref, v_ref, g_ref, document_ref, edges_ref, squares_ref, state_ref = inputs
   out_ref, last_ref, *chunk_states_ref = outputs
@@ -317,12 +315,12 @@ def scan_chunks(
   p: MatrixPlan, system: LowRankSystem, v, g, document, edges, state, dtype, keep_states: bool
 ) -> tuple[Array, Array, Array | None, Array | None]:
   """Returns o, the last state, the states before the chunks if they are stored, and the splits'
-  matrices if there are any.
+  transitions if there are any.
   """
-  states, matrices = state[:, None], None
+  states, transitions = state[:, None], None
   if p.P > 1:
-    ends, matrices = _summaries(p, system, v, g, document, edges)
-    states = time_splits.by_matrices(matrices, ends, state, reverse=False)
+    updates, transitions = _summaries(p, system, v, g, document, edges)
+    states = time_splits.by_matrices(transitions, updates, state, reverse=False)
   uncut, p = p, p.cut(TILES, "scan_wide" if p.K > WIDE else "scan")
   results = [("v", v.shape, dtype if outputs_fit(p) else f32), ("split state", states.shape, f32)]
   results += (
@@ -339,7 +337,7 @@ def scan_chunks(
   )
   if not outputs_fit(p):
     out = _read(uncut, system, out, v, g, document, edges, chunk_states[0], dtype)
-  return out, after[:, -1], chunk_states[0] if chunk_states else None, matrices
+  return out, after[:, -1], chunk_states[0] if chunk_states else None, transitions
 
 
 # --- read: the outputs of all chunks at once ------------------------------------------------------

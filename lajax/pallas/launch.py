@@ -4,9 +4,9 @@ Kernels are written for Pallas' Triton lowering. Where a program is lowered for 
 than CUDA, they are interpreted: the same kernels run as ordinary JAX operations. The platform is
 that of the lowering, so a program can be compiled on one machine for a GPU that is elsewhere.
 
-Importing this module filters one warning for the whole process, by its text: from JAX 0.11 on, each
-lowering of a kernel for a GPU says that the Triton lowering is deprecated. All other warnings stay
-as they are.
+Importing this module filters one warning for the whole process, by text and category: from JAX 0.11
+on, each lowering of a kernel for a GPU says that the Triton lowering is deprecated. All other
+warnings stay as they are.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxtyping import Array
 from lajax._numerics import vary_like
 
 DEPRECATION = "The Pallas Triton backend is deprecated"
-warnings.filterwarnings("ignore", message=DEPRECATION)
+warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
 
 load, store = plgpu_triton.load, plgpu_triton.store
 
@@ -41,6 +41,14 @@ def _on_supported_gpu() -> bool:
   # GPUs of other makers have no such number, or one of another form.
   versions = [str(getattr(device, "compute_capability", "")) for device in jax.devices()]
   return all(re.fullmatch(r"\d+\.\d+", version) and float(version) >= 8 for version in versions)
+
+
+def float64_refusal(arrays: Mapping[str, Array | None]) -> str | None:
+  """Returns a sentence that names an array of float64, which the kernels do not take, or None."""
+  for name, x in arrays.items():
+    if x is not None and x.dtype == "float64":
+      return f"the kernels compute in float32, and `{name}` is float64."
+  return None
 
 
 def launch(

@@ -132,10 +132,10 @@ def _summaries(p: MatrixPlan, x, y, g, document, edges, reverse: bool) -> Array:
     [("split state", (p.B, p.P, p.HV, p.K, p.V), f32)],
   )
   kernel = functools.partial(_summaries_kernel, reverse=reverse)
-  (ends,) = launch_plan(
+  (updates,) = launch_plan(
     kernel, p, AXES["summaries"], name, kinds, (x, y, g, document, edges), results
   )
-  return ends
+  return updates
 
 
 # --- scores of each chunk, where `scan` has no registers for them ---------------------------------
@@ -278,8 +278,8 @@ def scan_chunks(
   scores = _scores(p, q, k, g, document, edges) if needs_scores_launch(p) else None
   states = state[:, None]
   if p.P > 1:
-    ends = _summaries(p, q if reverse else k, y, g, document, edges, reverse)
-    states = time_splits.by_decays(p, time_splits.decays(p, g, edges), ends, state, reverse)
+    updates = _summaries(p, q if reverse else k, y, g, document, edges, reverse)
+    states = time_splits.by_decays(p, time_splits.decays(p, g, edges), updates, state, reverse)
   p = p.cut_in_parts(TILES, "scan_back" if reverse else "scan", WIDE)
   kinds = "q", "q", "v", p.gate, "document", "edges", "scores", "split state"
   whole = ("v", like.shape, like.dtype) if p.NK == 1 else ("partial", (p.NK, *like.shape), f32)
@@ -479,7 +479,8 @@ def supports(
   Reads shapes and dtypes only.
   """
   p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
-  return refusal(p, (q, k, v, g, initial_state, bonus), chunk_size, TILES, AXES)
+  inputs = dict(q=q, k=k, v=v, g=g, initial_state=initial_state, bonus=bonus)
+  return refusal(p, inputs, chunk_size, TILES, AXES)
 
 
 def decode(

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from lajax.pallas.launch import differentiable, launch
+from lajax.pallas.launch import differentiable, float64_refusal, launch
 from lajax.pallas.tiles import inside, load, store
 
 f32 = jnp.float32
@@ -48,7 +48,7 @@ class RecurrencePlan(NamedTuple):
 
   @property
   def ragged(self) -> bool:
-    """Whether the last split has fewer tokens than the others."""
+    """Returns whether the last split has fewer tokens than the others."""
     return self.S * self.L != self.T
 
   def channels(self, j) -> Array | None:
@@ -106,14 +106,14 @@ def _over_tokens(
     t = s * p.L + (p.L - 1 - n if reverse else n)
     waiting.append(row(n + AHEAD))
     y, a = y.astype(f32), jnp.exp(log_a.astype(f32))
-    if begins:
-      a = jnp.where(begins[0] != 0, 0.0, a)
+    new = begins[0] != 0 if begins else None
     if p.ragged:
       y, a = jnp.where(t < p.T, y, 0.0), jnp.where(t < p.T, a, 1.0)
+      new = None if new is None else new & (t < p.T)
 
     def decayed(x):
-      # A product with 0 alone would let NaN and inf of one document into the next.
-      return jnp.where(begins[0] != 0, 0.0, a * x) if begins else a * x
+      # A selection: a product with 0 would let NaN and inf of one document into the next.
+      return a * x if new is None else jnp.where(new, 0.0, a * x)
 
     return body(t, decayed, y, carry), *waiting
 
@@ -195,7 +195,7 @@ def _reverse_kernel(inputs, outputs, *, interpreted: bool, p: RecurrencePlan):
     at, exists = jnp.minimum(t, p.T - 1), _exists(p, t, channels)
     store(dx_ref.at[at, :], dh, exists)
     dlog_a = u * jnp.where(t == 0, first, before)
-    if begins_ref is not None:  # what stands before belongs to another document, and may be NaN
+    if begins_ref is not None:  # h before belongs to another document, and may be NaN
       dlog_a = jnp.where(load(begins_ref.at[at]) != 0, 0.0, dlog_a)
     store(dlog_a_ref.at[at, :], dlog_a, exists)
     return u
@@ -329,8 +329,8 @@ def supports(x, log_a, initial_state=None) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if any(a is not None and a.dtype == jnp.float64 for a in (x, log_a, initial_state)):
-    return "the kernels compute in float32, and an input is float64."
+  if reason := float64_refusal(dict(x=x, log_a=log_a, initial_state=initial_state)):
+    return reason
   programs = -(-x.size // max(x.shape[1], 1)) // 32 + x.shape[0]
   if programs >= 2**31 - 1:
     return f"a GPU starts fewer than 2^31 programs, and x {[*x.shape]} would need more."

@@ -31,6 +31,14 @@ def launches(f: Callable, *args) -> list[Launch]:
   return [_launch(eqn) for eqn in _calls(jax.make_jaxpr(f)(*args).jaxpr)]
 
 
+def kernel_names(f: Callable, *args) -> list[str]:
+  """Returns the names of the kernels that f(*args) launches on a GPU, in order; args may be shapes.
+
+  Unlike `launches` it also takes kernels whose loops have no known length, such as attention's.
+  """
+  return [_name(eqn) for eqn in _calls(jax.make_jaxpr(f)(*args).jaxpr)]
+
+
 def array_bytes(*trees) -> int:
   """Returns the bytes of all arrays in the trees.
 

@@ -5,10 +5,10 @@ that is not finite reaches every token of its chunk. Selecting before each produ
 registers that the kernels do not have. So packed documents are guarded around the kernels, where
 padding is blanked anyway:
 
-* A token that is not finite goes in as zeros. NaN stands in the outputs from that token to the end
-  of its document, and in the final state where that is the last document.
-* A cotangent that is not finite, or one of such an output and not zero, goes in as zeros too. NaN
-  stands in all gradients from the start of its document to that token.
+* A token that is not finite enters the kernels as zeros. Outputs are NaN from that token to the end
+  of its document, and so is the final state if that is the last document.
+* A cotangent that is not finite enters as zeros too, and so does one that is not 0 at such an
+  output. Gradients are NaN from the start of that document to that token.
 
 All other numbers are exact. The cost is one more pass over the inputs and one over the outputs'
 cotangents. Calls without documents are not guarded.
@@ -24,9 +24,7 @@ from jaxtyping import Array, Bool, Int
 
 
 def bad_tokens(*arrays: Array | None, gate: Array | None = None) -> Bool[Array, "B T"]:
-  """Tokens with a NaN or an inf in one of the arrays [B T ..]; -inf is a value of a gate like any
-  other.
-  """
+  """Returns the tokens with a NaN or an inf in one of the arrays [B T ..]; a gate may be -inf."""
   found = [~jnp.isfinite(x) for x in arrays if x is not None]
   found += [] if gate is None else [~(gate < jnp.inf)]
   per_token = [x.any(axis=tuple(range(2, x.ndim))) for x in found]
@@ -36,7 +34,7 @@ def bad_tokens(*arrays: Array | None, gate: Array | None = None) -> Bool[Array, 
 def reached(
   bad: Bool[Array, "B T"], document: Int[Array, "B T"], reverse: bool = False
 ) -> Bool[Array, "B T"]:
-  """Tokens at or after a bad token of their document; in reverse, at or before one.
+  """Returns the tokens at or after a bad token of their document; in reverse, at or before one.
 
   Documents are numbered upwards.
   """
@@ -47,7 +45,7 @@ def reached(
 
 
 def replace(where: Bool[Array, "*B"], tree: Any, value: float) -> Any:
-  """`value` in place of the rows of the arrays [*B ..] where a condition holds."""
+  """Returns the arrays [*B ..] with `value` in the rows where a condition holds."""
   expand = lambda x: where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
   return jax.tree.map(lambda x: jnp.where(expand(x), jnp.asarray(value, x.dtype), x), tree)
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from lajax.pallas.launch import differentiable, launch
+from lajax.pallas.launch import differentiable, float64_refusal, launch
 from lajax.pallas.tiles import inside, load, store, tile_mask
 
 f32 = jnp.float32
@@ -189,8 +189,8 @@ def supports(x, weight, gate=None) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if any(a is not None and a.dtype == jnp.float64 for a in (x, weight, gate)):
-    return "the kernels compute in float32, and an input is float64."
+  if reason := float64_refusal(dict(x=x, weight=weight, gate=gate)):
+    return reason
   if x.shape[-1] > MAX_WIDTH:
     return f"the kernels take a norm over up to D = {MAX_WIDTH} channels, and D is {x.shape[-1]}."
   if x.size // x.shape[-1] >= 2**31 - 1:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from lajax.pallas.launch import launch
+from lajax.pallas.launch import float64_refusal, launch
 from lajax.pallas.tiles import ChunkDocuments, inside
 
 f32 = jnp.float32
@@ -178,11 +178,15 @@ def count_splits(programs: int, chunks: int) -> int:
 
 
 def refusal(
-  p: MatrixPlan, inputs, chunk_size: int | None, table: Table, axes: Mapping[str, Axes]
+  p: MatrixPlan,
+  inputs: Mapping[str, Array | None],
+  chunk_size: int | None,
+  table: Table,
+  axes: Mapping[str, Axes],
 ) -> str | None:
   """Returns a sentence that says what these kernels do not take, or None."""
-  if any(x is not None and x.dtype == jnp.float64 for x in inputs):
-    return "the kernels compute in float32, and an input is float64."
+  if reason := float64_refusal(inputs):
+    return reason
   if p.K > MAX_K:
     return f"the kernels take keys of up to K = {MAX_K}, and K is {p.K}."
   if chunk_size is not None and chunk_size != p.C:

@@ -194,12 +194,12 @@ def _linear_through(P: int, q, k, v, g, state):
 def _delta_through(P: int, q, k, v, beta, g, state):
   p = plan(q, v, g, False, 1.0, q.dtype)._replace(P=P)
   system = delta_rule_forward.solve_chunks(p, q, k, beta, g, None, None)
-  o, last, _, matrices = delta_rule_forward.scan_chunks(
+  o, last, _, transitions = delta_rule_forward.scan_chunks(
     p, system, v, beta, g, None, None, state, v, keep_states=True
   )
   readers, square = (system.k_reader, system.q_reader, system.k_writer), system.squares
   back = delta_rule_backward.carry_back(
-    p, *readers, o, v.astype(f32), beta, g, None, None, square, last, matrices
+    p, *readers, o, v.astype(f32), beta, g, None, None, square, last, transitions
   )
   return o, last, back
 
@@ -207,7 +207,7 @@ def _delta_through(P: int, q, k, v, beta, g, state):
 def _dplr_through(P: int, q, k, v, a, b, g, state):
   p, p_back = (x._replace(P=P) for x in dplr_plans(q, v, g, q.dtype))
   system = dplr_forward.solve_chunks(p, q, a, b, k, g, None, None)
-  o, last, _, matrices = dplr_forward.scan_chunks(
+  o, last, _, transitions = dplr_forward.scan_chunks(
     p, system, v, g, None, None, state, v.dtype, keep_states=True
   )
   readers, square = (
@@ -215,7 +215,7 @@ def _dplr_through(P: int, q, k, v, a, b, g, state):
     jnp.ones((p.B, p.HV, p_back.N, *2 * (p_back.C,))),
   )
   back = dplr_backward.carry_back(
-    p_back, *readers, o, v.astype(f32), g, None, None, square, last, matrices
+    p_back, *readers, o, v.astype(f32), g, None, None, square, last, transitions
   )
   return o, last, back
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from lajax.pallas.launch import differentiable, launch
+from lajax.pallas.launch import differentiable, float64_refusal, launch
 from lajax.pallas.tiles import inside, iota, load, store, tile_mask
 
 f32 = jnp.float32
@@ -296,9 +296,7 @@ class Ranks(NamedTuple):
 
   order: Int[Array, "B T"]  # place of each rank
   document: Int[Array, "B T"]  # its document: 0 for that of the cache, -1 for padding
-  ends: Int[
-    Array, "B 2"
-  ]  # number of tokens without padding, and the document of the last one; 0 if there is none
+  ends: Int[Array, "B 2"]  # number of tokens without padding, and the last one's document (or 0)
 
 
 def ranks(ids: Int[Array, "B T"]) -> Ranks:
@@ -401,8 +399,8 @@ def supports(x, weight, cache) -> str | None:
 
   Reads shapes and dtypes only.
   """
-  if jnp.float64 in (x.dtype, weight.dtype, cache.dtype):
-    return "the kernels compute in float32, and an input is float64."
+  if reason := float64_refusal(dict(x=x, weight=weight, cache=cache)):
+    return reason
   W = weight.shape[1]
   if W > MAX_WIDTH:
     return f"the kernels take a convolution over up to W = {MAX_WIDTH} tokens, and W is {W}."

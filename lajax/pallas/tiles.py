@@ -236,7 +236,7 @@ def _halves(starts: list[Array]) -> Iterator[tuple[int, list[Array], Array]]:
     yield h, starts, after
     pair = (C // (2 * h), 2 * h, K)
     place, u, a = iota(pair, 1), starts[0].reshape(pair), after.reshape(pair)
-    # Decays of the whole earlier and the whole later half. A masked sum stands for a slice, which
+    # Decays of the whole earlier and the whole later half. A masked sum replaces a slice, which
     # the lowering lacks.
     first = jnp.sum(jnp.where(place == h - 1, u, 0.0), axis=1, keepdims=True)
     second = jnp.sum(jnp.where(place == 2 * h - 1, u, 0.0), axis=1, keepdims=True)
@@ -336,7 +336,7 @@ def gate_cotangent(
   """Returns the cotangent of the log decays of a chunk: [C K] per channel, or [C] per head where g
   is [C].
 
-  The gate of token l stands in every interval that begins before l and ends at or after l. So dg
+  The gate of token l is in every interval that begins before l and ends at or after l. So dg
   sums cotangent times value over everything that decays over such an interval.
 
   Args:
@@ -350,11 +350,11 @@ def gate_cotangent(
   row, column = (iota((g.shape[0], g.shape[0]), axis) for axis in (0, 1))
   if g.ndim == 2:
     total = mask_total(document, total * jnp.exp(jnp.sum(g, axis=0)))
-    dg = sums(row <= column, late, product)
-    if early is not None:
-      dg += sums(row < column, early, product)
-    dg += sums(row > column, after, product)
-    dg += total[None, :]
+    late, after = sums(row <= column, late, product), sums(row > column, after, product)
+    if early is None:
+      dg = late + after + total[None, :]
+    else:
+      dg = late + sums(row < column, early, product) + (after + total[None, :])
   else:
     total = mask_total(document, jnp.sum(total) * jnp.exp(jnp.sum(g)))
     late, after = jnp.sum(late, axis=1)[:, None], jnp.sum(after, axis=1)[:, None]
@@ -364,7 +364,7 @@ def gate_cotangent(
       early = jnp.sum(early, axis=1)[:, None]
       terms = jnp.where(row > column, late + early, jnp.where(row == column, late, after))
     dg = jnp.sum(terms, axis=0) + total
-  # A token that forgets everything has no gradient at all. What is left here is rounding, which a
+  # A token that forgets everything has no gradient at all. The rest here is rounding, which a
   # caller's own derivative, such as that of -exp(x), multiplies by g = -1e4 or -inf.
   return jnp.where(jnp.exp(g) > 0, dg, 0.0)
 

@@ -1,7 +1,8 @@
 """Time splits: the state that each split begins with, from the summaries of all splits.
 
-A split turns the state S before it into left S + end. `left` is a decay where the rows of a state
-do not mix, as in the additive family, else a matrix [K K].
+The summary of a split is its transition and its update: it turns the state S before it into
+transition S + update. The transition is a decay where the rows of a state do not mix, as in the
+additive family, else a matrix [K K].
 """
 
 import functools
@@ -33,20 +34,19 @@ def decays(p: MatrixPlan, g: Array | None, edges: Array | None) -> Array | None:
 
 def by_decays(
   p: MatrixPlan,
-  left: Array | None,
-  ends: Float[Array, "B P HV K V"],
+  transition: Array | None,
+  updates: Float[Array, "B P HV K V"],
   first: Float[Array, "B HV K V"],
   reverse: bool,
 ) -> Float[Array, "B P HV K V"]:
   """Returns the state that each split begins with; in reverse, the cotangent of the state that each
   ends with.
   """
-  left = jnp.ones((p.B, p.P, 1, 1, 1), f32) if left is None else left
-  others = (
-    slice(1, None) if reverse else slice(None, -1)
-  )  # all splits but the one that nothing comes after
+  transition = jnp.ones((p.B, p.P, 1, 1, 1), f32) if transition is None else transition
+  # All splits but the one that nothing comes after.
+  others = slice(1, None) if reverse else slice(None, -1)
   join = lambda x, y: jnp.concatenate([y, x] if reverse else [x, y], axis=1)
-  left = join(jnp.zeros_like(left[:, :1]), left[:, others])
+  transition = join(jnp.zeros_like(transition[:, :1]), transition[:, others])
 
   def combine(a, b):
     # A split that begins a document selects: 0 times an inf of the document before would be NaN.
@@ -54,27 +54,29 @@ def by_decays(
     return a[0] * b[0], before + b[1]
 
   return lax.associative_scan(
-    combine, (left, join(first[:, None], ends[:, others])), reverse=reverse, axis=1
+    combine, (transition, join(first[:, None], updates[:, others])), reverse=reverse, axis=1
   )[1]
 
 
 def by_matrices(
-  left: Float[Array, "B P HV K K"],
-  ends: Float[Array, "B P HV K V"],
+  transition: Float[Array, "B P HV K K"],
+  updates: Float[Array, "B P HV K V"],
   first: Float[Array, "B HV K V"],
   reverse: bool,
 ) -> Float[Array, "B P HV K V"]:
   """Returns the same as `by_decays`, one split after the other; in reverse by the transposed
-  matrices.
+  transitions.
 
-  An associative scan of products of matrices aborts XLA's compiler for GPUs.
+  An associative scan of products of transitions aborts XLA's compiler for GPUs.
   """
 
   def step(S, split):
-    matrix, end = split
-    return jnp.matmul(matrix.mT if reverse else matrix, S, precision=lax.Precision.HIGHEST) + end, S
+    matrix, update = split
+    return jnp.matmul(
+      matrix.mT if reverse else matrix, S, precision=lax.Precision.HIGHEST
+    ) + update, S
 
-  in_turn = left.swapaxes(0, 1), ends.swapaxes(0, 1)
+  in_turn = transition.swapaxes(0, 1), updates.swapaxes(0, 1)
   return lax.scan(step, first, in_turn, reverse=reverse)[1].swapaxes(0, 1)
 
 
@@ -92,14 +94,14 @@ def summaries(
   """Returns the state after each split started from zeros, and the matrix of each split.
 
   One launch computes both: columns `matrix:` of a wider state start from the identity and get no
-    values.
+  values.
   """
   values_end, matrix = p.V, p.NV * p.v_tile
   p = p._replace(V=matrix + p.K)
   results = [("split state", (p.B, p.P, p.HV, p.K, p.V), f32)]
   kernel = functools.partial(kernel, values_end=values_end, matrix=matrix)
-  (ends,) = launch_plan(kernel, p, axes, name, kinds, inputs, results)
-  return ends[..., :values_end], ends[..., matrix:]
+  (updates,) = launch_plan(kernel, p, axes, name, kinds, inputs, results)
+  return updates[..., :values_end], updates[..., matrix:]
 
 
 def carried_back(
@@ -112,7 +114,7 @@ def carried_back(
   kinds: Sequence[str],
   inputs: Sequence[Array | None],
   dlast: Float[Array, "B HV K V"],
-  matrices: Float[Array, "B P HV K K"] | None,
+  transitions: Float[Array, "B P HV K K"] | None,
   results: Sequence[Result],
 ) -> tuple[Array, ...]:
   """Returns dS after each chunk, `results`, and dS before the first token.
@@ -121,7 +123,7 @@ def carried_back(
     kernel: goes through the chunks of a split in reverse. Its last input is dS at the end, its last
       result dS at the start. With summary=True it starts from zeros and gives dS at the start
       alone.
-    matrices: those of the splits; None where there is one split.
+    transitions: of the splits, as `summaries` returns them; None where there is one split.
   """
 
   def go(name: str, tiles: str, states: Array | None, results: Sequence[Result]) -> Sequence[Array]:
@@ -133,9 +135,9 @@ def carried_back(
   chunk_states = "chunk_states", (p.B, p.HV, p.N, p.K, p.V), p.state_dtype
   split_state = "split state", (p.B, p.P, p.HV, p.K, p.V), f32
   states = dlast[:, None]
-  if matrices is not None:
-    (ends,) = go(f"{family}_summaries_back", "summaries_back", None, [split_state])
-    states = by_matrices(matrices, ends, dlast, reverse=True)
+  if transitions is not None:
+    (updates,) = go(f"{family}_summaries_back", "summaries_back", None, [split_state])
+    states = by_matrices(transitions, updates, dlast, reverse=True)
   name = f"{family}_cotangents" + split_suffix(p)
   dchunk_states, *found, before = go(
     name, "carry_back_wide" if wide else "carry_back", states, [chunk_states, *results, split_state]

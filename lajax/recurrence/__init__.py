@@ -1,4 +1,4 @@
-"""Recurrences in plain jnp: the loops (`drive`), one rule a family, and their single-token steps for decoding."""
+"""Recurrences in plain JAX: loops over tokens and chunks, a rule per family, single-token steps."""
 
 from lajax.recurrence.attention import attend
 from lajax.recurrence.steps import (

@@ -1,6 +1,32 @@
-"""Decays over the intervals of one chunk, the scores and sums formed with them, and their backward pass.
+"""Products of decays inside a chunk, the scores formed with them, and their backward pass.
 
-Every function works on the arrays of ONE chunk of one head; the drivers add the batch axes with `jax.vmap`.
+Every function works on the arrays of ONE chunk of one head; the drivers add the batch axes with
+`jax.vmap`.
+
+With alpha_t = exp(g_t), a chunk of C tokens needs four kinds of products:
+
+    between(i, j)  = prod_{j < l <= i} alpha_l    from the write of token j to the read of token i
+    from_start(i)  = prod_{l <= i} alpha_l        from the chunk's first state to token i
+    to_end(j)      = prod_{l > j} alpha_l         from token j to the chunk's last state
+    total          = prod_l alpha_l
+
+and, for what reads the state before its own token's decay, before(i) = from_start(i - 1). No
+product is formed as a quotient, or as exp of a difference of sums: after one strong decay such a
+difference has lost its digits. A change of document inside an interval makes its product zero; the
+change is a mask, never a term of a sum.
+
+Per channel, between(i, j) would be C C K numbers. Instead, an aligned block of 2h tokens is split
+into two halves: for i in the later and j in the earlier half, between(i, j) = (product from the
+later half's start to i) (product after j to the earlier half's end). So each size h = 1, 2, 4 ..
+C/2 gives the scores of its pairs of halves as one product of matrices whose factors both decay.
+Inside blocks of 16 tokens the products over halves are exp of sums, each over its own interval, and
+all sums come from one product of matrices; the products over halves of 2h tokens then follow from
+those over h tokens by one multiplication.
+
+The backward pass keeps the same order. The log of every product is a sum of gates, so the cotangent
+of a gate is the sum of (cotangent times value) over the products whose interval has that gate, and
+over no others: sums over more terms that are subtracted again would leave their rounding, which is
+larger than the gradient of a strong gate.
 """
 
 import functools
@@ -13,26 +39,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lajax._numerics import NEGLIGIBLE, block_lower, row_sums, transposed, vary_like
 
-SIDE = 16  # tokens whose decays per channel are formed together, each as exp of a sum over its own interval
-
-# With alpha_t = exp(g_t), a chunk needs four products of intervals of alpha:
-#     between(i, j) = prod_{j < l <= i} alpha_l      from the write of token j to the read of token i
-#     from_start(i)       = prod_{l <= i} alpha_l          from the chunk's incoming state to token i
-#     to_end(j)       = prod_{l > j} alpha_l           from token j to the chunk's outgoing state
-#     total         = prod_l alpha_l
-# and, for what reads the state before the token's own decay, before(i) = from_start(i - 1) and between(i - 1, j).
-# None is formed as a quotient, or as exp of a difference of sums: after one strong decay such a difference has lost its
-# digits. A change of segment inside an interval makes it zero; that is a mask, never a term of a sum.
-#
-# Per channel, between(i, j) would be C C K numbers. Instead, an aligned block of 2h tokens is two halves: for i in the later
-# and j in the earlier one, between(i, j) = (product from the later half's start to i) (product after j to the earlier half's
-# end). So each size h = 1, 2, 4, .. C/2 gives the scores of its pairs of halves as one product of matrices, both factors of
-# which decay. Inside blocks of 16 tokens the products over halves are exp of sums, each over its own interval, all of them
-# from one product of matrices; beyond, those over halves of size 2h follow from those of size h by one multiplication.
+SIDE = 16  # tokens of a block in which every decay per channel is exp of a sum of its own
 
 
 class Masks(NamedTuple):
-  """Which intervals of a chunk lie inside one segment."""
+  """Which intervals of a chunk lie inside one document."""
 
   between: Bool[Array, "C C"]
   from_start: Bool[Array, "C"]
@@ -40,8 +51,8 @@ class Masks(NamedTuple):
   total: Bool[Array, ""]
 
 
-def segment_masks(document: Int[Array, "C"], previous: Int[Array, ""]) -> Masks:
-  """The masks of a chunk, from the segment of each token and of the token before the chunk."""
+def document_masks(document: Int[Array, "C"], previous: Int[Array, ""]) -> Masks:
+  """Masks of a chunk, from the document of each token and of the token before the chunk."""
   return Masks(
     document[:, None] == document[None, :],
     document == previous,
@@ -50,24 +61,35 @@ def segment_masks(document: Int[Array, "C"], previous: Int[Array, ""]) -> Masks:
   )
 
 
+class Crossing(NamedTuple):
+  """(Cotangent times value) of what decays between two tokens of a chunk, for `gate_pullback`.
+
+  Per head `pairs` is the sum over readers and writers, for each pair of tokens. Per channel, the
+  pairs of each size of halves are summed over the earlier tokens where the token is in the later
+  half, and over the later tokens where the token is in the earlier half.
+  """
+
+  pairs: Float[Array, "C C"] | None = None
+  small: Float[Array, "M levels side K"] | None = None  # for halves of 1, 2, 4, 8 tokens
+  large: tuple = ()  # [C K] for each size of halves from 16 on
+
+
 class Decay(NamedTuple):
   """Products of decays over the intervals of one chunk, and what is computed with them.
 
-  `from_start`, `to_end`, `before` and `total` are [C 1] and [1] for one decay a from_start, [C K] and [K] for one a channel.
+  Per head, `from_start`, `to_end` and `before` are [C 1] and `total` is [1]; per channel they are
+  [C K] and [K].
   """
 
-  between: Float[
-    Array, "C C"
-  ]  # one decay a from_start: the decays themselves; one a channel: 1 inside a segment, else 0
+  between: Float[Array, "C C"]  # per head the products; per channel 1 inside a document, else 0
   from_start: Float[Array, "C K"]
   to_end: Float[Array, "C K"]
   total: Float[Array, "K"]
   before: Float[Array, "C K"]
-  same: Bool[Array, "C C"] | None  # inside a segment; None without segments
-  small: "_Small | None"  # one a channel: the halves inside blocks of 16 tokens
-  halves: (
-    tuple  # for h = 16, 32 .. the products (from its half's start to i, after j to its half's end)
-  )
+  same: Bool[Array, "C C"] | None  # whether two tokens are of one document; None without documents
+  small: "_Small | None"  # per channel: products over halves inside blocks of 16 tokens
+  # For halves of 16, 32 .. tokens: the products from a half's start to i, and after j to its end.
+  halves: tuple
 
   def scores(
     self,
@@ -77,102 +99,125 @@ class Decay(NamedTuple):
     *,
     careful: bool = False,
   ) -> Float[Array, "C R C W"]:
-    """sum_c readers_irc between(i, j)_c writers_jwc for j <= i, else 0. `careful`: to be inverted."""
+    """sum_c readers_irc between(i, j)_c writers_jwc for j <= i, else 0.
+
+    `careful` is for scores that a triangular system is solved with; see `_careful_matmul`.
+    """
     product = functools.partial(_careful_matmul if careful else jnp.matmul, precision=precision)
     (C, R, K), W = readers.shape, writers.shape[1]
     if self.small is None:
       found = product(readers.reshape(-1, K), writers.reshape(-1, K).T).reshape(C, R, C, W)
       return jnp.where(_lower(C, 0), found * self.between[:, None, :, None], 0)
-    # Of halves smaller than 8, which are too small for products of their own, masked products of 16 tokens.
+    # Halves of less than 16 tokens are too small for products of their own: one masked product of
+    # blocks of 16 tokens for each size.
     small = self.small
     found = product(small.decayed(readers), jnp.swapaxes(small.decayed(writers), -1, -2))
-    squares = jnp.where(small.keep(R, W), found, 0).sum(0).reshape(-1, small.side, R, small.side, W)
+    squares = jnp.where(small.keep(R, W), found, 0).sum(1).reshape(-1, small.side, R, small.side, W)
     own = row_sums(readers[:, :, None] * writers[:, None]).reshape(-1, small.side, R, 1, W)
-    blocks = jnp.where(
-      np.eye(small.side, dtype=bool)[:, None, :, None], own, squares
-    )  # [C/h h R h W]
+    blocks = jnp.where(np.eye(small.side, dtype=bool)[:, None, :, None], own, squares)
     for n, (upto, after) in enumerate(self.halves, small.levels):
       h = 2**n
-      later, earlier = (
-        _half(readers, n, 1) * _half(upto, n, 1),
-        _half(writers, n, 0) * _half(after, n, 0),
-      )
+      later = _half(readers, n, 1) * _half(upto, n, 1)
+      earlier = _half(writers, n, 0) * _half(after, n, 0)
       corner = product(
         later.reshape(-1, h * R, K), jnp.swapaxes(earlier.reshape(-1, h * W, K), -1, -2)
       )
       blocks = block_lower(blocks.reshape(-1, 2, h * R, h * W), corner)
     return blocks.reshape(C, R, C, W) * self.between[:, None, :, None]
 
-  def scores_pullback(self, d: Float[Array, "C R C W"], readers, writers, precision):
-    """Cotangents of readers and writers from that of `scores` below the diagonal (what `d` holds elsewhere is not read)."""
+  def scores_pullback(
+    self, dscores: Float[Array, "C R C W"], readers, writers, precision, scores=None
+  ) -> tuple[Array, Array, Crossing]:
+    """Cotangents of readers and writers, and what the gates' cotangent needs.
+
+    Only the cotangents below the diagonal are read: no decay stands between a token and itself.
+    `scores` are the result of `scores`; without them there is no `Crossing`, and no gradient of
+    gates.
+    """
     (C, R, K), W = readers.shape, writers.shape[1]
     product = functools.partial(jnp.matmul, precision=precision)
-    d = jnp.where(_lower(C, -1), d * self.between[:, None, :, None], 0)
+    d = jnp.where(_lower(C, -1), dscores * self.between[:, None, :, None], 0)
     if self.small is None:
+      crossing = Crossing()
+      if scores is not None:
+        crossing = Crossing((jnp.where(_lower(C, -1), dscores * scores, 0)).sum((1, 3)))
       d = d.reshape(C * R, C * W)
       found = product(d, writers.reshape(-1, K)), product(transposed(d), readers.reshape(-1, K))
-      return found[0].reshape(readers.shape), found[1].reshape(writers.shape)
-    dreaders, dwriters, blocks, small = (
-      jnp.zeros_like(readers),
-      jnp.zeros_like(writers),
-      d[None],
-      self.small,
-    )
+      return found[0].reshape(readers.shape), found[1].reshape(writers.shape), crossing
+    blocks, small, large = d[None], self.small, []
+    dreaders, dwriters = jnp.zeros_like(readers), jnp.zeros_like(writers)
     for n, (upto, after) in reversed(list(enumerate(self.halves, small.levels))):
       h = 2**n
       pair = blocks.reshape(-1, 2, h * R, 2, h * W)
       corner, blocks = pair[:, 1, :, 0], _chosen(pair[:, :, :, 0], pair[:, :, :, 1], axis=1)
       upto, after = _half(upto, n, 1), _half(after, n, 0)
-      later, earlier = _half(readers, n, 1) * upto, _half(writers, n, 0) * after
-      dlater = product(corner, earlier.reshape(-1, h * W, K)).reshape(later.shape) * upto
-      dearlier = (
-        product(jnp.swapaxes(corner, -1, -2), later.reshape(-1, h * R, K)).reshape(earlier.shape)
-        * after
-      )
+      later, earlier = _half(readers, n, 1), _half(writers, n, 0)
+      dlater = product(corner, (earlier * after).reshape(-1, h * W, K)).reshape(later.shape) * upto
+      corner = jnp.swapaxes(corner, -1, -2)
+      dearlier = product(corner, (later * upto).reshape(-1, h * R, K)).reshape(earlier.shape)
+      dearlier = dearlier * after
       dreaders, dwriters = dreaders + _unhalf(dlater, 1), dwriters + _unhalf(dearlier, 0)
-    squares = blocks.reshape(-1, small.side * R, small.side * W)
+      large.append(((earlier * dearlier).sum(2), (later * dlater).sum(2)))
+    squares = blocks.reshape(-1, 1, small.side * R, small.side * W)
     keep = small.keep(R, W)
     dlater = product(jnp.where(keep, squares, 0), small.decayed(writers))
     keep, squares = np.swapaxes(keep, -1, -2), transposed(squares)
     dearlier = product(jnp.where(keep, squares, 0), small.decayed(readers))
-    dreaders += small.decayed_pullback(dlater, readers.shape)
-    dwriters += small.decayed_pullback(dearlier, writers.shape)
-    return lax.optimization_barrier((dreaders, dwriters))
+    dlater, dearlier = small.decayed_pullback(dlater, R), small.decayed_pullback(dearlier, W)
+    dreaders += dlater.sum(1).reshape(readers.shape)
+    dwriters += dearlier.sum(1).reshape(writers.shape)
+    dreaders, dwriters = lax.optimization_barrier((dreaders, dwriters))
+    if scores is None:
+      return dreaders, dwriters, Crossing()
+    blocked = lambda x: x.reshape(-1, 1, small.side, *x.shape[1:])
+    near = (dlater * blocked(readers)).sum(3) + (dearlier * blocked(writers)).sum(3)
+    return dreaders, dwriters, Crossing(None, near, tuple(large[::-1]))
 
   def scores_before(
     self, readers, writers, precision, *, careful: bool = False
   ) -> Float[Array, "C R C W"]:
-    """sum_c readers_irc between(i - 1, j)_c writers_jwc for j < i, else 0: reading before their own token's decay."""
+    """sum_c readers_irc between(i - 1, j)_c writers_jwc for j < i, else 0.
+
+    These are the scores of what reads the state before its own token's decay.
+    """
     return self.inside(
       preceding(self.scores(following(readers), writers, precision, careful=careful))
     )
 
-  def scores_before_pullback(self, d: Float[Array, "C R C W"], readers, writers, precision):
-    """Cotangents from that of `scores_before` where j < i - 1; between neighbours stands no decay."""
-    dreaders, dwriters = self.scores_pullback(
-      following(self.inside(d)), following(readers), writers, precision
-    )
-    return preceding(dreaders), dwriters
+  def scores_before_pullback(self, dscores, readers, writers, precision, scores=None):
+    """The same of `scores_before`; cotangents are read where j < i - 1.
 
-  def neighbours(self, d: Float[Array, "C ..."]) -> Float[Array, "C ..."]:
-    """d of the pairs (i + 1, i), where both are of one segment."""
+    No decay stands between neighbours.
+    """
+    dreaders, dwriters, crossing = self.scores_pullback(
+      following(self.inside(dscores)),
+      following(readers),
+      writers,
+      precision,
+      None if scores is None else following(scores),
+    )
+    return preceding(dreaders), dwriters, crossing
+
+  def neighbours(self, x: Float[Array, "C ..."]) -> Float[Array, "C ..."]:
+    """x of the pairs (i + 1, i), and 0 where the two tokens are of two documents."""
     if self.same is None:
-      return d
+      return x
     together = jnp.append(jnp.diagonal(self.same, -1), False)
-    return jnp.where(together.reshape(-1, *(1,) * (d.ndim - 1)), d, 0)
+    return jnp.where(together.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
   def inside(self, scores: Float[Array, "C R C W"]) -> Float[Array, "C R C W"]:
-    """Zeros between documents."""
+    """The scores, and 0 between two documents."""
     return scores if self.same is None else jnp.where(self.same[:, None, :, None], scores, 0)
 
 
 class _Small(NamedTuple):
-  """Products over pairs of halves of 1, 2, 4 .. tokens, in blocks of `side` tokens, of which a chunk has M = C / side.
+  """Products over halves of 1, 2, 4 .. tokens, in blocks of `side` tokens (M = C / side of them).
 
-  Of a token of the later half from the half's start to it, of one of the earlier half after it to the half's end.
+  For a token of a later half: from the half's start to the token. For a token of an earlier half:
+  after the token to the half's end.
   """
 
-  products: Float[Array, "levels M side 1 K"]
+  products: Float[Array, "M levels side 1 K"]
 
   @property
   def side(self) -> int:
@@ -180,21 +225,22 @@ class _Small(NamedTuple):
 
   @property
   def levels(self) -> int:
-    return len(self.products)
+    return self.products.shape[1]
 
-  def keep(self, R: int, W: int) -> Bool[np.ndarray, "levels 1 sideR sideW"]:
-    return _pairs_of_halves(self.levels, R, W)[:, None]
+  def keep(self, R: int, W: int) -> Bool[np.ndarray, "levels sideR sideW"]:
+    return _pairs_of_halves(self.levels, R, W)
 
-  def decayed(self, x: Float[Array, "C R K"]) -> Float[Array, "levels M sideR K"]:
-    """x decayed, where `keep` has pairs for it; the rest are finite numbers."""
-    decayed = x.reshape(-1, self.side, *x.shape[1:]) * self.products
+  def decayed(self, x: Float[Array, "C R K"]) -> Float[Array, "M levels sideR K"]:
+    """x decayed, for the pairs in `keep`; at other pairs the results are finite numbers."""
+    decayed = x.reshape(-1, 1, self.side, *x.shape[1:]) * self.products
     return decayed.reshape(*decayed.shape[:2], -1, x.shape[-1])
 
-  def decayed_pullback(self, d: Float[Array, "levels M sideR K"], shape) -> Float[Array, "C R K"]:
-    return (d.reshape(self.levels, -1, self.side, *shape[1:]) * self.products).sum(0).reshape(shape)
+  def decayed_pullback(self, d: Float[Array, "M levels sideR K"], R: int):
+    """The cotangent of x [C R K] from each size of halves: [M levels side R K]."""
+    return d.reshape(-1, self.levels, self.side, R, d.shape[-1]) * self.products
 
 
-# Masks are made here, not by operations of the program, which would have to be compiled.
+# Masks are made by NumPy: operations of the program would have to be compiled.
 
 
 def _lower(C: int, k: int) -> Bool[np.ndarray, "C 1 C 1"]:
@@ -202,14 +248,21 @@ def _lower(C: int, k: int) -> Bool[np.ndarray, "C 1 C 1"]:
 
 
 def _pairs_of_halves(levels: int, R: int, W: int) -> Bool[np.ndarray, "levels LR LW"]:
-  """Of L = 2^levels tokens, the pairs (i in the later half, j in the earlier one) of aligned blocks of 2, 4, .. L."""
+  """Which pairs (i, j) of L = 2^levels tokens have i in the later and j in the earlier half.
+
+  One mask for each size of aligned blocks: 2, 4, .. L tokens.
+  """
   i, h = np.arange(2**levels), 2 ** np.arange(levels)[:, None, None]
   row, column = np.repeat(i, R)[:, None], np.repeat(i, W)[None, :]
   return (row // h == column // h + 1) & (row // (2 * h) == column // (2 * h))
 
 
 def _intervals(side: int) -> Bool[np.ndarray, "R side"]:
-  """Which of the `side` tokens of a block are in the intervals of `_Small`, then from its start up to each, and after each."""
+  """Which of the `side` tokens of a block are in each interval.
+
+  First the intervals of `_Small`, then those from the block's start to each token, then those after
+  each token.
+  """
   i = np.arange(side)
   upto, after = i <= i[:, None], i > i[:, None]
   half = i // 2 ** np.arange(side.bit_length() - 1)[:, None, None]  # [levels 1 side]
@@ -219,30 +272,31 @@ def _intervals(side: int) -> Bool[np.ndarray, "R side"]:
 
 
 def following(x: Array) -> Array:
-  """Row i is that of token i + 1; behind the last one, zeros."""
+  """Returns in row i that of token i + 1, and zeros in the last row."""
   return _shifted(x, 0.0, (-1, 1))
 
 
 def preceding(x: Array) -> Array:
-  """Row i is that of token i - 1; before the first one, zeros."""
+  """Returns in row i that of token i - 1, and zeros in the first row."""
   return _shifted(x, 0.0, (1, -1))
 
 
 def _shifted(x: Array, new: float, edges: tuple[int, int]) -> Array:
-  """x with so many rows of `new` more, or rows less, at its start and its end."""
+  """x with rows of `new` added (or, if negative, rows removed) at its start and its end."""
   return lax.pad(x, jnp.asarray(new, x.dtype), [(*edges, 0)] + [(0, 0, 0)] * (x.ndim - 1))
 
 
 def _careful_matmul(a: Array, b: Array, precision) -> Array:
-  """a b, summed over four parts of an inner axis of 64, then over the parts; over fewer where it is short.
+  """Returns a b; the sum over an inner axis of 64 is formed in four parts.
 
-  What is inverted below needs it: where keys repeat and beta is 2, the error of one k . k enters every token vary_like, and T of
-  them add up. One running sum of 64 float32 terms is wrong by up to 2e-7, this one by a quarter of that.
+  A sum is formed in less parts where the axis is shorter. Triangular systems need this: where keys
+  repeat and beta is 2, the error of one k . k enters every token with the same sign, and T such
+  errors add up. One running sum of 64 float32 terms is wrong by up to 2e-7, this one by a quarter.
   """
   count = min(4, -(-a.shape[-1] // 16))
   if count == 1:
     return jnp.matmul(a, b, precision=precision)
-  front = a.shape[:-2]  # as one axis: XLA's CPU products take no more than eight
+  front = a.shape[:-2]  # made one axis: XLA's CPU products take no more than eight axes
 
   def parts(x):
     x = _padded(x, count)
@@ -254,36 +308,35 @@ def _careful_matmul(a: Array, b: Array, precision) -> Array:
 
 
 def _padded(x: Array, multiple: int) -> Array:
-  """x with zeros behind its last axis, up to a multiple."""
+  """x with zeros at the end of its last axis, up to a multiple."""
   missing = -x.shape[-1] % multiple
   return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-# XLA's CPU compiler takes long over concatenations, above all over several in one, and less over a choice or padding.
+# XLA's CPU compiler takes long for concatenations, above all of many arrays, and less for `select`.
 
 
 def _chosen(first: Array, second: Array, axis: int) -> Array:
-  """Two along the axis: of `first`, then of `second`. Each has two there, or one, or is a number."""
+  """Returns entry 0 of `first` and entry 1 of `second` along the axis; a size of 1 is repeated."""
   is_first = np.array([True, False]).reshape(-1, *(1,) * (max(first.ndim, second.ndim) - 1 - axis))
   shape = np.broadcast_shapes(is_first.shape, first.shape, second.shape)
-  return lax.select(
-    *(jnp.broadcast_to(x, shape) for x in (is_first, first, second))
-  )  # traced faster than jnp.where
+  # lax.select is traced faster than jnp.where
+  return lax.select(*(jnp.broadcast_to(x, shape) for x in (is_first, first, second)))
 
 
 def _half(x: Array, n: int, which: int) -> Float[Array, "M h R K"]:
-  """Of each aligned pair of halves of h = 2^n tokens, the earlier (0) or later (1), of [C K] (R = 1) or [C R K]."""
+  """Earlier (0) or later (1) halves of h = 2^n tokens, of x [C R K] or [C K] (where R is 1)."""
   return x.reshape(-1, 2, 2**n, x.shape[1] if x.ndim == 3 else 1, x.shape[-1])[:, which]
 
 
 def _unhalf(x: Float[Array, "M h R K"], which: int) -> Float[Array, "C R K"]:
-  """The transpose of `_half`: zeros in the other halves."""
+  """Transpose of `_half`: x in its halves, and zeros in the others."""
   pair = [x[:, None], jnp.zeros((), x.dtype)]
   return _chosen(*(pair if which == 0 else pair[::-1]), axis=1).reshape(-1, *x.shape[2:])
 
 
-def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
-  """The decays of a chunk of `length` tokens (a power of two) from its log gates: None, [C], or [C K]."""
+def decay_of(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
+  """Decays of a chunk of `length` tokens (a power of two) from log gates: None, [C], or [C K]."""
   small, halves = None, ()
   if g is None:
     between, from_start = jnp.ones((length, length), dtype), jnp.ones((length, 1), dtype)
@@ -310,7 +363,7 @@ def decay(g: Array | None, length: int, dtype, masks: Masks | None) -> Decay:
 
 
 def _decay_per_head(g: Float[Array, "C"]) -> tuple[Array, Array, Array]:
-  """between(i, j) = exp(sum of g over j < l <= i), each sum formed as a sum of its own interval; from_start; to_end."""
+  """between, from_start and to_end; each is exp of a sum over its own interval."""
   lower = np.tri(len(g), dtype=g.dtype)
   terms = jnp.where(np.tri(len(g), k=-1, dtype=bool), g[:, None], 0)
   between = jnp.where(lower > 0, jnp.exp(_sums(lower, terms)), 0)
@@ -319,59 +372,98 @@ def _decay_per_head(g: Float[Array, "C"]) -> tuple[Array, Array, Array]:
 
 
 def _sums(intervals: np.ndarray, x: Array) -> Array:
-  """Sums of rows of x over intervals, as one product; -inf is kept out of it (0 times -inf is NaN)."""
+  """Sums of rows of x over intervals, as one product, without -inf: 0 times -inf is NaN."""
   weights = vary_like(jnp.asarray(intervals, x.dtype), x)
   return jnp.matmul(weights, jnp.maximum(x, NEGLIGIBLE), precision=lax.Precision.HIGHEST)
 
 
 def _decay_per_channel(g: Float[Array, "C K"]) -> tuple[Array, Array, _Small, tuple]:
-  """from_start, to_end, and the products over the halves of every size."""
+  """from_start, to_end, and the products over halves of every size."""
   side = min(SIDE, len(g))
   products = jnp.exp(_sums(_intervals(side), g.reshape(-1, side, g.shape[-1])))
   products = products.reshape(len(products), -1, side, 1, g.shape[-1])
-  small = _Small(jnp.swapaxes(products[:, :-2], 0, 1))
+  small = _Small(products[:, :-2])
   upto, after = (products[:, n].reshape(g.shape) for n in (-2, -1))
   halves = []
   while side << len(halves) < len(g):
     h = side << len(halves)
     halves.append((upto, after))
     u, a = (x.reshape(-1, 2, h, x.shape[-1]) for x in (upto, after))
-    first, second = (
-      u[:, :1, -1:],
-      u[:, 1:, -1:],
-    )  # the products over the whole earlier and the whole later half
+    first, second = u[:, :1, -1:], u[:, 1:, -1:]  # over the whole earlier and the whole later half
     one = jnp.ones((), g.dtype)
-    upto, after = (
-      (u * _chosen(one, first, axis=1)).reshape(g.shape),
-      (a * _chosen(second, one, axis=1)).reshape(g.shape),
-    )
+    upto = (u * _chosen(one, first, axis=1)).reshape(g.shape)
+    after = (a * _chosen(second, one, axis=1)).reshape(g.shape)
   return upto, after, small, tuple(halves)
 
 
 def gate_pullback(
-  g,
-  ahead: Float[Array, "C K"],
-  behind: Float[Array, "C K"],
-  after: Float[Array, "C K"],
+  g: Float[Array, "C"] | Float[Array, "C K"],
+  crossing: Crossing,
+  from_start: Float[Array, "C K"],
+  to_end: Float[Array, "C K"],
   total: Float[Array, "K"],
 ):
-  """The cotangent of g, from (cotangent times value) of everything that decays: token l's gate is in every interval that
-  begins before l and ends at or after it.
+  """Cotangent of g, from (cotangent times value) of everything that decays.
 
   Args:
-    g: the log gates, [C] or [C K].
-    ahead: summed over the pairs (i, j < i) and from_start(i), by the later token i.
-    behind: the same pairs, by the earlier token j.
-    after: to_end(j), by j.
-    total: the whole chunk.
+    g: log gates, [C] or [C K].
+    crossing: of the scores.
+    from_start: of what decays by from_start(i), at token i.
+    to_end: of what decays by to_end(j), at token j.
+    total: of what decays over the whole chunk.
   """
-  pairs, C = jnp.stack([ahead - behind, after]), len(g)
   if g.ndim == 1:
-    pairs, total = row_sums(pairs), row_sums(total[None])[0]
-  later, earlier = np.triu(np.ones((C, C), g.dtype)), np.tri(C, k=-1, dtype=g.dtype)
-  mask = vary_like(jnp.asarray(np.concatenate([later, earlier], axis=1)), pairs)
-  dg = jnp.matmul(mask, pairs.reshape(2 * C, -1), precision=lax.Precision.HIGHEST)
-  dg = dg.reshape(g.shape) + total
-  # Behind a token that forgets all, terms of later tokens cancel to nothing, up to their rounding; a caller's d(-exp x) would
-  # multiply that by g.
+    assert crossing.pairs is not None
+    dg = _gate_pullback_per_head(
+      crossing.pairs, row_sums(from_start), row_sums(to_end), row_sums(total[None])
+    )
+  else:
+    assert crossing.small is not None
+    dg = _gate_pullback_per_channel(crossing.small, crossing.large, from_start, to_end, total)
+  # Every term has the factor exp(g), which the compiler may flush to 0 only in part of them.
   return jnp.where(jnp.exp(g) > 0, dg, 0)
+
+
+def _gate_pullback_per_head(
+  pairs: Float[Array, "C C"],
+  from_start: Float[Array, "C 1"],
+  to_end: Float[Array, "C 1"],
+  total: Float[Array, "1 1"],
+) -> Float[Array, "C"]:
+  """Gate l is in the interval of the pair (i, j) where j < l <= i."""
+  C = len(from_start)
+  earlier = vary_like(jnp.asarray(np.triu(np.ones((C, C), pairs.dtype), 1)), pairs)  # [j l]: j < l
+  full = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+  by_reader = full(pairs, earlier) + from_start  # [i l]: of intervals that end at i
+  crossed = jnp.where(np.tri(C, dtype=bool), by_reader, 0).sum(0)
+  return crossed + full(to_end[:, 0], earlier) + total[0, 0]
+
+
+def _gate_pullback_per_channel(
+  small: Float[Array, "M levels side K"],
+  large: tuple,
+  from_start: Float[Array, "C K"],
+  to_end: Float[Array, "C K"],
+  total: Float[Array, "K"],
+) -> Float[Array, "C K"]:
+  """Goes from the chunk to ever smaller halves, as `_decay_per_channel` goes up.
+
+  At each size, `upto` has the products from a block's start to a token, `after` those from a token
+  to the block's end, and `whole` those over the whole block.
+  """
+  C, K = from_start.shape
+  M, levels, side = small.shape[:3]
+  upto, after, whole = from_start, to_end, total[None]  # [blocks K]
+  for n, (earlier, later) in reversed(list(enumerate(large, levels))):
+    into_later = _half(upto, n, 1)[:, :, 0].sum(1, keepdims=True)
+    out_of_earlier = _half(after, n, 0)[:, :, 0].sum(1, keepdims=True)
+    whole = (whole[:, None] + _chosen(into_later, out_of_earlier, axis=1)).reshape(-1, K)
+    upto = upto + _unhalf(later[:, :, None], 1)[:, 0]
+    after = after + _unhalf(earlier[:, :, None], 0)[:, 0]
+  intervals = vary_like(jnp.asarray(_intervals(side).T, total.dtype), total)
+  terms = (small.reshape(M, levels * side, K), upto.reshape(M, side, K), after.reshape(M, side, K))
+  dg, begin = whole[:, None], 0
+  for x in terms:
+    weights = intervals[:, begin : begin + x.shape[1]]
+    dg, begin = dg + jnp.matmul(weights, x, precision=lax.Precision.HIGHEST), begin + x.shape[1]
+  return dg.reshape(C, K)

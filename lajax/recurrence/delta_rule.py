@@ -1,7 +1,9 @@
-"""Delta rule: the state is corrected towards v at k. S = Diag(exp g) S ; S = S + k (u - S^T r)^T, o = scale S^T q.
+"""Delta rule: the state is corrected towards v at k.
 
-With a write strength beta, r = beta k and u = beta v (DeltaNet, Gated DeltaNet, KDA); with an erase gate b and a write gate w
-per channel, r = b k and u = w v (Gated DeltaNet 2).
+    S = Diag(exp g) S ; S = S + k (u - S^T r)^T ,  o = S^T q
+
+With a write strength beta, r = beta k and u = beta v (DeltaNet, Gated DeltaNet, KDA); with an erase
+gate b and a write gate w per channel, r = b k and u = w v (Gated DeltaNet 2).
 """
 
 from functools import partial
@@ -11,14 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lajax._numerics import diagonal, row_sums, spread, transposed
-from lajax.recurrence.decays import Decay, Masks, decay, gate_pullback
+from lajax.recurrence.decays import Decay, Masks, decay_of, gate_pullback
 from lajax.recurrence.linear_attention import decay_state, token_decay
-from lajax.recurrence.rule import Affine, Chunk, Rule, on_raw_tokens
+from lajax.recurrence.rule import Affine, Chunk, Pullback, Rule, on_raw_tokens
 from lajax.recurrence.triangle import unit_lower_inverse
 
 
 class DeltaTokens(NamedTuple):
-  """q is already scaled; erase and write are strengths, one a from_start or one a channel; a write of None is as erase."""
+  """q is already scaled. Strengths are per head or per channel; a write of None is the erase."""
 
   q: Float[Array, "B T H K"]
   k: Float[Array, "B T H K"]
@@ -29,7 +31,10 @@ class DeltaTokens(NamedTuple):
 
 
 class Corrections(NamedTuple):
-  """r is what reads the old value, u the new value, both times their strength: [K] and [V], or [C K] and [C V] of a chunk."""
+  """Tokens with their strengths multiplied in: r reads the old value, u is the new value.
+
+  Arrays of one token have no axis C.
+  """
 
   q: Float[Array, "*C K"]
   k: Float[Array, "*C K"]
@@ -55,38 +60,42 @@ def _step(state, x: Corrections):
 
 
 def _lift(x: Corrections) -> Affine:
-  decay = token_decay(x.g, x.k) * jnp.ones_like(x.k)
-  return Affine(
-    jnp.diag(decay) - x.k[:, None] * (x.r * decay)[None, :], x.k[:, None] * x.u[None, :]
-  )
+  decays = token_decay(x.g, x.k) * jnp.ones_like(x.k)
+  A = jnp.diag(decays) - x.k[:, None] * (x.r * decays)[None, :]
+  return Affine(A, x.k[:, None] * x.u[None, :])
 
 
 def _read(before, after, x: Corrections):
   return (after * x.q[:, None]).sum(0)
 
 
-# --- chunks ----------------------------------------------------------------------------------------------------------
+# --- chunks --------------------------------------------------------------------------------------
 #
-# With X = u - (r from_start) S, the values that the tokens of a chunk really write are v' = T X, T = (I + N)^-1, N the scores of r
-# and k below the diagonal (the UT transform: Yang et al. 2024, arXiv:2406.06484, section 3.2). So v' = U - W S with
-# W = T (r from_start), U = T u, and with P the scores of q and k:
-#     o  = (q from_start) S + P v'            = (q from_start - P W) S + P U
-#     S' = total S + (k to_end)^T v'      = (total - (k to_end)^T W) S + (k to_end)^T U
+# N are the scores of r and k below the diagonal, and T = (I + N)^-1. With X = u - (r from_start) S,
+# the values that the tokens of a chunk really write are T X (the UT transform: Yang et al. 2024,
+# arXiv:2406.06484, section 3.2), that is U - W S with W = T (r from_start) and U = T u. With P the
+# scores of q and k:
+#     o  = (q from_start) S + P (U - W S)        = (q from_start - P W) S + P U
+#     S' = total S + (k to_end)^T (U - W S)      = (total - (k to_end)^T W) S + (k to_end)^T U
 
 
 class _Solved(NamedTuple):
   d: Decay
-  P: Float[Array, "C C"]
+  scores: Float[Array, "C 2 C 1"]  # P and N, with the diagonal
   T: Float[Array, "C C"]
   W: Float[Array, "C K"]
   U: Float[Array, "C V"]
 
+  @property
+  def P(self) -> Float[Array, "C C"]:
+    return self.scores[:, 0, :, 0]
+
 
 def _solve(x: Corrections, masks: Masks | None, precision) -> _Solved:
-  """The decays, P, T, W and U."""
-  d = decay(x.g, len(x.k), x.k.dtype, masks)
-  scores = d.scores(jnp.stack([x.q, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
-  return _Solved(d, scores[:, 0], *_inverse(x, d, scores[:, 1], precision))
+  d = decay_of(x.g, len(x.k), x.k.dtype, masks)
+  readers = jnp.stack([x.q, x.r], axis=1)
+  scores = d.scores(readers, x.k[:, None], precision, careful=True)
+  return _Solved(d, scores, *_inverse(x, d, scores[:, 1, :, 0], precision))
 
 
 def _inverse(
@@ -104,50 +113,53 @@ def _chunk(x: Corrections, masks: Masks | None, precision) -> Chunk:
   return Chunk(A, full(written, s.U), x.q * s.d.from_start - full(s.P, s.W), full(s.P, s.U))
 
 
-def _begin_pullback(x: Corrections, masks: Masks | None, do: Array, precision):
+def _begin(x: Corrections, masks: Masks | None, do: Array, precision):
   s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
   A = diagonal(s.d.total, x.k.shape[-1]) - full(transposed(x.k * s.d.to_end), s.W)
   return Affine(A, full(transposed(x.q * s.d.from_start - full(s.P, s.W)), do)), s
 
 
-def _pullback(
+def _finish(
   x: Corrections,
   masks: Masks | None,
-  kept: _Solved,
+  solved: _Solved,
   state: Array,
   dstate: Array,
   do: Array,
   precision,
 ) -> Corrections:
-  q, k, r, d, (C, K) = x.q, x.k, x.r, kept.d, x.k.shape
+  q, k, r, d, (C, K) = x.q, x.k, x.r, solved.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
-  values = kept.U - full(kept.W, state)
-  du = full(transposed(kept.T), full(transposed(kept.P), do) + full(k * d.to_end, dstate))
-  readers, cotangents = (
-    jnp.stack([q, r], axis=1),
-    jnp.stack([do, -du], axis=1).reshape(2 * C, -1),
-  )  # what reads gives
+  values = solved.U - full(solved.W, state)
+  du = full(transposed(solved.T), full(transposed(solved.P), do) + full(k * d.to_end, dstate))
+  readers = jnp.stack([q, r], axis=1)
+  cotangents = jnp.stack([do, -du], axis=1).reshape(2 * C, -1)  # of what q and r read
   dscores = full(cotangents, values.T).reshape(C, 2, C, 1)
-  dreaders, dk_pairs = d.scores_pullback(dscores, readers, k[:, None], precision)
-  dreaders += full(cotangents, state.T).reshape(C, 2, K) * d.from_start[:, None]
-  dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.to_end
-  own = row_sums(do * values)
+  dreaders_state = full(cotangents, state.T).reshape(C, 2, K) * d.from_start[:, None]
+  dk_state = full(values, dstate.T) * d.to_end
+  scores = None if x.g is None else solved.scores
+  dreaders, dk, crossing = d.scores_pullback(dscores, readers, k[:, None], precision, scores)
   dg = None
   if x.g is not None:
     total = d.total * row_sums(state * dstate)[:, 0]
-    dg = gate_pullback(x.g, (readers * dreaders).sum(1), k * dk_pairs, k * dk_state, total)
-  return Corrections(
-    dreaders[:, 0] + own * k, dk_pairs + dk_state + own * q, dreaders[:, 1], du, dg
-  )
+    from_start = (readers * dreaders_state).sum(1)
+    dg = gate_pullback(x.g, crossing, from_start, k * dk_state, total)
+  dreaders += dreaders_state
+  own = row_sums(do * values)  # a token's own pair, between which no decay stands
+  dq, dk = dreaders[:, 0] + own * k, dk[:, 0] + dk_state + own * q
+  return Corrections(dq, dk, dreaders[:, 1], du, dg)
 
 
-rule = on_raw_tokens(Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback), _corrections)
+rule = on_raw_tokens(
+  Rule(_step, _lift, _read, _chunk, pullback=Pullback(_begin, _finish)), _corrections
+)
 
 
-# --- read by rows ----------------------------------------------------------------------------------------------------
+# --- read by rows --------------------------------------------------------------------------------
 #
-# The same state, read as o = S q: q is as wide as the values, o as the keys, and it is the OUTPUT that decays channel by channel:
-#     o_i = head_i * (S q_i) + sum_j (q_i . v'_j) between(i, j) * k_j
+# The same state, read as o = S q: q is as wide as the values and o as the keys, so the OUTPUT
+# decays channel by channel:
+#     o_i = from_start(i) * (S q_i) + sum_j (q_i . written_j) between(i, j) * k_j
 # With S^T for S this is Oja's rule, whose decay stands on the value side.
 
 
@@ -167,11 +179,11 @@ class _Reads(NamedTuple):
   k: Float[Array, "C K"]
   W: Float[Array, "C K"]
   U: Float[Array, "C V"]
-  decay: Decay
+  d: Decay
 
 
 def _chunk_by_rows(x: Corrections, masks: Masks | None, precision) -> Chunk:
-  d, K = decay(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
+  d, K = decay_of(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
   scores = d.scores(x.r[:, None], x.k[:, None], precision, careful=True)
   _, W, U = _inverse(x, d, scores[:, 0, :, 0], precision)
   A, B = (jnp.matmul(transposed(x.k * d.to_end), y, precision=precision) for y in (W, U))
@@ -180,12 +192,14 @@ def _chunk_by_rows(x: Corrections, masks: Masks | None, precision) -> Chunk:
 
 def _respond_by_rows(x: _Reads, state: Array, precision) -> Array:
   full = partial(jnp.matmul, precision=precision)
-  scores = full(x.q, (x.U - full(x.W, state)).T)
-  own = jnp.diagonal(scores)[:, None] * x.k
-  pairs, _ = x.decay.scores_pullback(
-    scores[:, None, :, None], x.k[:, None], x.k[:, None], precision
+  weights = full(x.q, (x.U - full(x.W, state)).T)
+  own = jnp.diagonal(weights)[:, None] * x.k
+  # If the weights are the cotangent of scores with k, this sum is the cotangent of their reader:
+  # sum_j weights_ij between(i, j) k_j.
+  pairs, _, _ = x.d.scores_pullback(
+    weights[:, None, :, None], x.k[:, None], x.k[:, None], precision
   )
-  return full(x.q, state.T) * x.decay.from_start + pairs[:, 0] + own
+  return full(x.q, state.T) * x.d.from_start + pairs[:, 0] + own
 
 
 class _SolvedByRows(NamedTuple):
@@ -193,46 +207,51 @@ class _SolvedByRows(NamedTuple):
   T: Float[Array, "C C"]
   W: Float[Array, "C K"]
   U: Float[Array, "C V"]
-  dscores: Float[Array, "C C"]
+  scores: Float[Array, "C 2 C 1"]  # of do and of r with k
   dvalues: Float[Array, "C V"]
 
 
-def _begin_pullback_by_rows(x: Corrections, masks: Masks | None, do: Array, precision):
-  d, K = decay(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
+def _begin_by_rows(x: Corrections, masks: Masks | None, do: Array, precision):
+  d, K = decay_of(x.g, len(x.k), x.k.dtype, masks), x.k.shape[-1]
   full = partial(jnp.matmul, precision=precision)
-  scores = d.scores(jnp.stack([do, x.r], axis=1), x.k[:, None], precision, careful=True)[..., 0]
-  dscores, (T, W, U) = scores[:, 0], _inverse(x, d, scores[:, 1], precision)
-  dvalues = full(transposed(dscores), x.q)
+  scores = d.scores(jnp.stack([do, x.r], axis=1), x.k[:, None], precision, careful=True)
+  T, W, U = _inverse(x, d, scores[:, 1, :, 0], precision)
+  dvalues = full(transposed(scores[:, 0, :, 0]), x.q)
   A = diagonal(d.total, K) - full(transposed(x.k * d.to_end), W)
   D = full(transposed(do * d.from_start), x.q) - full(transposed(W), dvalues)
-  return Affine(A, D), _SolvedByRows(d, T, W, U, dscores, dvalues)
+  return Affine(A, D), _SolvedByRows(d, T, W, U, scores, dvalues)
 
 
-def _pullback_by_rows(
+def _finish_by_rows(
   x: Corrections,
   masks: Masks | None,
-  kept: _SolvedByRows,
+  solved: _SolvedByRows,
   state: Array,
   dstate: Array,
   do: Array,
   precision,
 ) -> Corrections:
-  q, k, d, (C, K) = x.q, x.k, kept.d, x.k.shape
+  q, k, d, (C, K) = x.q, x.k, solved.d, x.k.shape
   full = partial(jnp.matmul, precision=precision)
-  values = kept.U - full(kept.W, state)
-  du = full(transposed(kept.T), kept.dvalues + full(k * d.to_end, dstate))
-  readers, seen = jnp.stack([do, x.r], axis=1), jnp.stack([q, -du], axis=1).reshape(2 * C, -1)
-  scores = full(seen, values.T).reshape(C, 2, C, 1)
-  found, dk_pairs = d.scores_pullback(scores, readers, k[:, None], precision)
-  found += full(seen, state.T).reshape(C, 2, K) * d.from_start[:, None]
-  dk_pairs, dk_state = dk_pairs[:, 0], full(values, dstate.T) * d.to_end
+  values = solved.U - full(solved.W, state)
+  du = full(transposed(solved.T), solved.dvalues + full(k * d.to_end, dstate))
+  # do and r read the chunk with the cotangents q and -du, as q and r do in `_finish`.
+  readers = jnp.stack([do, x.r], axis=1)
+  cotangents = jnp.stack([q, -du], axis=1).reshape(2 * C, -1)
+  dscores = full(cotangents, values.T).reshape(C, 2, C, 1)
+  dreaders_state = full(cotangents, state.T).reshape(C, 2, K) * d.from_start[:, None]
+  dk_state = full(values, dstate.T) * d.to_end
+  scores = None if x.g is None else solved.scores
+  dreaders, dk, crossing = d.scores_pullback(dscores, readers, k[:, None], precision, scores)
   dg = None
   if x.g is not None:
     total = d.total * row_sums(state * dstate)[:, 0]
-    dg = gate_pullback(x.g, (readers * found).sum(1), k * dk_pairs, k * dk_state, total)
-  dq = full(kept.dscores, values) + full(do * d.from_start, state)
-  own = jnp.diagonal(scores[:, 0, :, 0])[:, None]
-  return Corrections(dq, dk_pairs + dk_state + own * do, found[:, 1], du, dg)
+    from_start = (readers * dreaders_state).sum(1)
+    dg = gate_pullback(x.g, crossing, from_start, k * dk_state, total)
+  dq = full(solved.scores[:, 0, :, 0], values) + full(do * d.from_start, state)
+  own = jnp.diagonal(dscores[:, 0, :, 0])[:, None]
+  dr = dreaders[:, 1] + dreaders_state[:, 1]
+  return Corrections(dq, dk[:, 0] + dk_state + own * do, dr, du, dg)
 
 
 _by_rows = Rule(
@@ -240,8 +259,7 @@ _by_rows = Rule(
   _lift,
   _read_rows,
   _chunk_by_rows,
-  _begin_pullback_by_rows,
-  _pullback_by_rows,
   _respond_by_rows,
+  pullback=Pullback(_begin_by_rows, _finish_by_rows),
 )
 by_rows = on_raw_tokens(_by_rows, _corrections)

@@ -1,11 +1,14 @@
-"""Packed documents: where each one begins, and which tokens are padding."""
+"""Packed documents: where they begin, which tokens are padding, what is not finite in them."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
+
+from lajax._numerics import NEGLIGIBLE, vary_like
 
 
 class Packing(NamedTuple):
@@ -31,7 +34,10 @@ def packing(segment_ids: Int[Array, "B T"]) -> Packing:
 
 
 def blank_padding(tokens, is_token: Bool[Array, "B T"]):
-  """Replaces the padding of arrays [B T ..] by zeros, NaN included: a token of zeros is the identity."""
+  """Returns arrays [B T ..] with zeros in the place of padding, also of NaN in padding.
+
+  A token of zeros is the identity.
+  """
   blank = lambda x: jnp.where(
     is_token.reshape(is_token.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)
   )
@@ -39,5 +45,62 @@ def blank_padding(tokens, is_token: Bool[Array, "B T"]):
 
 
 def previous(document: Int[Array, "B T"]) -> Int[Array, "B T"]:
-  """Document of the token before each; the initial state belongs to the first document."""
+  """Returns the document of the token before each; the initial state belongs to the first one."""
   return jnp.concatenate([jnp.zeros_like(document[:, :1]), document[:, :-1]], axis=1)
+
+
+# --- numbers that are not finite -----------------------------------------------------------------
+
+
+def not_finite(tokens, HV: int, log_decays: tuple[str, ...] = ()) -> Bool[Array, "B T HV"]:
+  """Returns which tokens [B T H or HV ..] have a number that is not finite, for each value head.
+
+  In fields that `log_decays` names, -inf counts as finite.
+  """
+
+  def mark(path, x):
+    x = jnp.maximum(x, NEGLIGIBLE) if _is_log(path, log_decays) else x
+    x = any_not_finite(x, 3)
+    return x if x.shape[2] == HV else jnp.repeat(x, HV // x.shape[2], axis=2)
+
+  return functools.reduce(jnp.logical_or, jax.tree.leaves(jax.tree.map_with_path(mark, tokens)))
+
+
+def any_not_finite(x: Array, axes: int) -> Array:
+  """Returns whether entries of x along its first axes hold a number that is not finite.
+
+  This is the sum over all other axes, of numbers small enough that no sum overflows: XLA's CPU
+  compiler makes a faster loop of a product with a vector than of a reduction.
+  """
+  if x.ndim > axes:
+    x = x.reshape(*x.shape[:axes], -1)
+    weights = vary_like(jnp.full((x.shape[-1],), 2.0**-20, x.dtype), x)
+    x = jnp.matmul(x, weights, precision=lax.Precision.HIGHEST)
+  return ~jnp.isfinite(x)
+
+
+def finite(tokens, log_decays: tuple[str, ...] = ()):
+  """Returns the tokens with 0 in the place of numbers that are not finite."""
+  return jax.tree.map_with_path(
+    lambda path, x: jnp.where(_is_finite(path, x, log_decays), x, jnp.zeros((), x.dtype)), tokens
+  )
+
+
+def _is_finite(path, x: Array, log_decays: tuple[str, ...]) -> Array:
+  return x < jnp.inf if _is_log(path, log_decays) else jnp.isfinite(x)
+
+
+def _is_log(path, log_decays: tuple[str, ...]) -> bool:
+  return bool(path) and getattr(path[-1], "name", None) in log_decays
+
+
+def spoiled(
+  bad: Bool[Array, "B T HV"], document: Int[Array, "B T"] | None = None
+) -> Bool[Array, "B T HV"]:
+  """Returns which tokens are bad, or come after a bad token in their document."""
+  position = jnp.arange(bad.shape[1], dtype=jnp.int32)[:, None]
+  last_bad = lax.cummax(jnp.where(bad, position, -1), axis=1)
+  if document is None:
+    return last_bad >= 0
+  begins = (document != previous(document))[..., None]
+  return last_bad >= lax.cummax(jnp.where(begins, position, 0), axis=1)

@@ -1,7 +1,8 @@
-"""The families of recurrences as rows of a table: letters of the arguments, and the rule that computes them.
+"""The families of recurrences as rows of a table: letters of the arguments, and the rule that
+computes them.
 
-A family turns the arguments of a call into a `Problem`: tokens of a rule with its first state, and the
-maps from the rule's results to the call's own. `lajax.ops` runs a problem over all tokens by an
+A family turns the arguments of a call into a `Problem`: tokens of a rule with its first state, and
+the maps from the rule's results to the call's own. `lajax.ops` runs a problem over all tokens by an
 implementation of choice; `lajax.recurrence.steps` runs it over one.
 """
 
@@ -60,6 +61,7 @@ class Family:
   arrays: letters per argument; "| None" at the end for one that may be left out.
   state: letters per part of the state.
   gates: arguments whose values must hold no NaN.
+  weights: those among them that must be below +inf too.
   problem: Call -> Problem.
   operands: fields of the tokens that products multiply as they are; all others are gates.
   output: letters of the output.
@@ -71,13 +73,14 @@ class Family:
   state: Mapping[str, str]
   problem: Callable[[Call], Problem]
   gates: tuple[str, ...] = ()
+  weights: tuple[str, ...] = ()
   operands: tuple[str, ...] = ("q", "k", "v")
   output: str = "B T HV V"
   like: str = "v"
   chunk_length: Callable[[Any], int] = lambda tokens: _length_by_gate(tokens)
 
   def check(self, arrays: Mapping[str, Any], state, segment_ids=None, *, one_token: bool = False):
-    """Returns the sizes of all letters, and the parts of the state; ValueError where an argument is wrong."""
+    """Returns sizes by letter, and the parts of the state; ValueError for a wrong argument."""
     name = "state" if one_token else "initial_state"
     parts = (state,)
     if len(self.state) > 1:
@@ -135,7 +138,7 @@ def _additive(call: Call) -> Problem:
 
 
 def _with_bonus(call: Call) -> Problem:
-  """Reads the state before each write; a token's own write comes to the output behind the recurrence."""
+  """Reads the state before each write; a token's own write is added behind the recurrence."""
   x, dtype, ids = call.arrays, call.dtype, call.segment_ids
   q, k, v, bonus = x["q"], x["k"], x["v"], x["bonus"].astype(dtype)
   if (
@@ -156,7 +159,7 @@ def _normalized(call: Call) -> Problem:
   x, v = call.arrays, call.arrays["v"]
   S, z = call.state
   if S is None or z is None:
-    shape = (len(v), v.shape[2], x["q"].shape[-1], v.shape[-1] + 1)
+    shape = (v.shape[0], v.shape[2], x["q"].shape[-1], v.shape[-1] + 1)
     state = jnp.zeros(shape, call.dtype)
   else:
     state = jnp.concatenate([S, z[..., None]], axis=-1).astype(call.dtype)
@@ -170,7 +173,7 @@ def _normalized(call: Call) -> Problem:
 
 
 def _mlstm(call: Call) -> Problem:
-  """Linear attention with decays and weights relative to the running maximum m, and a normalizer column."""
+  """Linear attention with gates relative to the running maximum m, and a normalizer column."""
   dtype, ids = call.dtype, call.segment_ids
   q, k, v, i, f = (call.arrays[name].astype(dtype) for name in ("q", "k", "v", "i", "f"))
   C, n, m = call.state
@@ -203,12 +206,12 @@ def _elementwise(call: Call) -> Problem:
   """One head, whose state has a row per channel and one column."""
   x, log_a = call.arrays["x"], call.arrays["log_a"]
   D = math.prod(x.shape[2:])
-  h = _first(call, len(x), *x.shape[2:])
+  h = _first(call, x.shape[0], *x.shape[2:])
   flat = lambda a: a.reshape(*a.shape[:2], 1, D)
   return Problem(
     linear_recurrence.rule,
     linear_recurrence.ElementwiseTokens(flat(x), flat(log_a)),
-    h.reshape(len(x), 1, D, 1),
+    h.reshape(x.shape[0], 1, D, 1),
     call.segment_ids,
     lambda o: o.reshape(x.shape),
     lambda state: (state.reshape(h.shape),),
@@ -281,6 +284,7 @@ MLSTM = Family(
   arrays=QKV | {"i": "B T HV", "f": "B T HV"},
   state={"C": "B HV K V", "n": "B HV K", "m": "B HV"},
   gates=("i", "f"),
+  weights=("i",),
   problem=_mlstm,
 )
 DELTA_RULE = Family(
@@ -315,7 +319,7 @@ DPLR = Family(
 
 def linear_recurrence_of(axes: int) -> Family:
   """Returns the row of the elementwise recurrence for so many axes of channels."""
-  return _LINEAR_RECURRENCES[min(axes, len(_LINEAR_RECURRENCES) - 1)]
+  return LINEAR_RECURRENCES[min(max(axes, 0), len(LINEAR_RECURRENCES) - 1)]
 
 
 def _linear_recurrence(axes: int) -> Family:
@@ -332,11 +336,11 @@ def _linear_recurrence(axes: int) -> Family:
   )
 
 
-_LINEAR_RECURRENCES = tuple(map(_linear_recurrence, range(8)))  # JAX compiles a row once
+LINEAR_RECURRENCES = tuple(map(_linear_recurrence, range(8)))  # JAX compiles a row once
 
 
 def factor(family: Family, scale, sizes: _shapes.Sizes) -> tuple[float | None, Any]:
-  """Returns the scale as (number, None), or (None, traced array); two None for a family without queries."""
+  """Returns the scale as (number, None) or (None, traced array); two None without queries."""
   if "q" not in family.arrays:
     return None, None
   found = _shapes.scale_of(scale, sizes)
@@ -344,7 +348,7 @@ def factor(family: Family, scale, sizes: _shapes.Sizes) -> tuple[float | None, A
 
 
 def widened(problem: Problem, scale):
-  """Returns the tokens in the accumulation dtype, queries times `scale` (None for no queries), and the first state."""
+  """Returns the tokens in the state's dtype, queries times a given `scale`, and the first state."""
   dtype = problem.state.dtype
   tokens = jax.tree.map(lambda x: x.astype(dtype), problem.tokens)
   if scale is not None:
@@ -353,7 +357,7 @@ def widened(problem: Problem, scale):
 
 
 def layouts(family: Family, call: Call, *, one_token: bool = False):
-  """Mesh axes of (output, state parts) on an explicit mesh: by letters, but for a state that came in laid out."""
+  """Mesh axes of (output, state parts) on an explicit mesh: by letters, or as the state came in."""
   held = [(x, _letters_of(x, family.letters(name, one_token))) for name, x in call.arrays.items()]
   held += list(zip(call.state, family.state.values(), strict=True))
   axes = axes_of_letters(*held, (call.segment_ids, "B T"))

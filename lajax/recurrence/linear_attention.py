@@ -1,14 +1,14 @@
-"""Additive state: S = Diag(exp g) S + k v^T, o = scale S^T q, which may be divided by its normalizer."""
+"""Additive state: S = Diag(exp g) S + k v^T, o = S^T q, which may be divided by its normalizer."""
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lajax._numerics import row_sums, transposed
-from lajax.recurrence.decays import Decay, Masks, decay, following, gate_pullback, preceding
-from lajax.recurrence.rule import Affine, Chunk, Rule, on_raw_tokens
+from lajax.recurrence.decays import Decay, Masks, decay_of, following, gate_pullback, preceding
+from lajax.recurrence.rule import Affine, Chunk, OutputPullback, Pullback, Rule, bind, on_raw_tokens
 
 
 class AdditiveTokens(NamedTuple):
@@ -26,6 +26,7 @@ def decay_state(g: Array | None, state: Array) -> Array:
 
 
 def token_decay(g: Array | None, like: Array) -> Array:
+  """exp g, or 1 where g is None."""
   return jnp.ones((), like.dtype) if g is None else jnp.exp(g)
 
 
@@ -50,89 +51,94 @@ def _read_before(before, after, x: AdditiveTokens):
   return (before * x.q[:, None]).sum(0)
 
 
-# --- chunks: everything below is about the arrays of one chunk of C tokens of one from_start --------------------------------
+# --- chunks --------------------------------------------------------------------------------------
 #
-# `before`: the token reads the state before its own decay and write.
+# `before` is True for a rule whose tokens read the state before their own decay and write.
 
 
-def _scores(before: bool, d: Decay, x: AdditiveTokens, precision) -> Array:
+def _scores(before: bool, d: Decay, x: AdditiveTokens, precision) -> Float[Array, "C 1 C 1"]:
   scores = d.scores_before if before else d.scores
-  return scores(x.q[:, None], x.k[:, None], precision)[:, 0, :, 0]
+  return scores(x.q[:, None], x.k[:, None], precision)
 
 
-def _reads(before: bool, d: Decay, x: AdditiveTokens) -> Array:
+def _reads(before: bool, d: Decay, x: AdditiveTokens) -> Float[Array, "C K"]:
   """What reads the chunk's first state."""
   return x.q * (d.before if before else d.from_start)
 
 
 def _chunk(before: bool, x: AdditiveTokens, masks: Masks | None, precision) -> Chunk:
-  d = decay(x.g, len(x.k), x.k.dtype, masks)
+  d = decay_of(x.g, len(x.k), x.k.dtype, masks)
   full = partial(jnp.matmul, precision=precision)
-  scores = _scores(before, d, x, precision)
-  return Chunk(
-    d.total, full(transposed(x.k * d.to_end), x.v), _reads(before, d, x), full(scores, x.v)
-  )
+  scores = _scores(before, d, x, precision)[:, 0, :, 0]
+  written = full(transposed(x.k * d.to_end), x.v)
+  return Chunk(d.total, written, _reads(before, d, x), full(scores, x.v))
 
 
-def _begin_pullback(before: bool, x: AdditiveTokens, masks: Masks | None, do: Array, precision):
-  d = decay(x.g, len(x.k), x.k.dtype, masks)
+def _begin(before: bool, x: AdditiveTokens, masks: Masks | None, do: Array, precision):
+  d = decay_of(x.g, len(x.k), x.k.dtype, masks)
   return Affine(d.total, jnp.matmul(transposed(_reads(before, d, x)), do, precision=precision)), d
 
 
-def _pullback(
+def _finish(
   before: bool,
   x: AdditiveTokens,
   masks: Masks | None,
   d: Decay,
-  state,
-  dstate,
+  state: Array,
+  dstate: Array,
   do: Array,
   precision,
 ) -> AdditiveTokens:
   q, k, v = x.q, x.k, x.v
   full = partial(jnp.matmul, precision=precision)
-  dscores = full(do, v.T)[:, None, :, None]
-  dk_state = full(v, dstate.T) * d.to_end
-  dv = full(transposed(_scores(before, d, x, precision)), do) + full(k * d.to_end, dstate)
-  # The pairs between which no decay stands are apart: a token with itself, or with the one that reads before the next.
+  scores, dscores = _scores(before, d, x, precision), full(do, v.T)[:, None, :, None]
+  dv = full(transposed(scores[:, 0, :, 0]), do) + full(k * d.to_end, dstate)
+  dq_state, dk_state = full(do, state.T), full(v, dstate.T) * d.to_end
+  pairs = dscores, q[:, None], k[:, None], precision, None if x.g is None else scores
+  # Apart from the other pairs are those without a decay between them: of a token with itself, or,
+  # for what reads before the token's own decay, of a token with the one before.
   if before:
-    dq, dk = (y[:, 0] for y in d.scores_before_pullback(dscores, q[:, None], k[:, None], precision))
-    dq += full(do, state.T) * d.before
+    dq, dk, crossing = d.scores_before_pullback(*pairs)
+    dq_state *= d.before
+    from_start = following(q * dq_state)
     own = d.neighbours(row_sums(following(do) * v))
-    ahead, dq_own, dk_own = following(q * dq), preceding(own * k), own * following(q)
+    dq_own, dk_own = preceding(own * k), own * following(q)
   else:
-    dq, dk = (y[:, 0] for y in d.scores_pullback(dscores, q[:, None], k[:, None], precision))
-    dq += full(do, state.T) * d.from_start
+    dq, dk, crossing = d.scores_pullback(*pairs)
+    dq_state *= d.from_start
+    from_start = q * dq_state
     own = row_sums(do * v)
-    ahead, dq_own, dk_own = q * dq, own * k, own * q
+    dq_own, dk_own = own * k, own * q
   dg = None
   if x.g is not None:
-    dg = gate_pullback(x.g, ahead, k * dk, k * dk_state, d.total * row_sums(state * dstate)[:, 0])
-  return AdditiveTokens(dq + dq_own, dk + dk_state + dk_own, dv, dg)
+    total = d.total * row_sums(state * dstate)[:, 0]
+    dg = gate_pullback(x.g, crossing, from_start, k * dk_state, total)
+  return AdditiveTokens(dq[:, 0] + dq_state + dq_own, dk[:, 0] + dk_state + dk_own, dv, dg)
 
 
 def _rule(before: bool) -> Rule:
   step, read = (_step_reading_before, _read_before) if before else (_step, _read)
-  return Rule(
-    step, _lift, read, *(partial(f, before) for f in (_chunk, _begin_pullback, _pullback))
-  )
+  pullback = Pullback(bind(_begin, before), bind(_finish, before))
+  return Rule(step, _lift, read, bind(_chunk, before), pullback=pullback)
 
 
 rule = _rule(before=False)
-reading_before = _rule(before=True)  # o = scale S_{t-1}^T q
+reading_before = _rule(before=True)  # o = S_{t-1}^T q
 
 
-# --- divided by the normalizer ---------------------------------------------------------------------------------------
+# --- divided by the normalizer -------------------------------------------------------------------
 #
-# z is one more column of the state, of a value that is always 1: what a token reads are V + 1 numbers.
+# The normalizer z is one more column of the state, the one of a value that is always 1. So a token
+# reads V + 1 numbers and puts out V.
 
 
 def with_ones(v: Float[Array, "*C V"]) -> Float[Array, "*C V1"]:
+  """v with a column of ones."""
   return jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, 1)], constant_values=1)
 
 
 def divided(read: Float[Array, "*C V1"], eps: float) -> Float[Array, "*C V"]:
-  """o = numerator / (q.z + eps); 0 where both are 0: a token that reads nothing."""
+  """o = numerator / (q.z + eps), and 0 for a token that reads nothing, where both are 0."""
   return read[..., :-1] / _divisor(read[..., :-1], read[..., -1:] + eps)
 
 
@@ -140,28 +146,40 @@ def _divisor(numerator: Array, denominator: Array) -> Array:
   return jnp.where((numerator == 0) & (denominator == 0), 1, denominator)
 
 
+def _denominator(eps: float, read: Float[Array, "C V1"]) -> Float[Array, "C 1"]:
+  return read[..., -1:] + eps
+
+
 def _divided_pullback(
   denominator: Float[Array, "C 1"], o: Float[Array, "C V"], do: Float[Array, "C V"]
-) -> Array:
+) -> Float[Array, "C V1"]:
   dnumerator = do / _divisor(o, denominator)
   return jnp.concatenate([dnumerator, -row_sums(o * dnumerator)], axis=-1)
 
 
-@lru_cache(maxsize=64)
+def _step_normalized(eps: float, state, x: AdditiveTokens):
+  state, read = _step(state, x)
+  return state, divided(read, eps)
+
+
+def _read_normalized(eps: float, before, after, x: AdditiveTokens):
+  return divided(_read(before, after, x), eps)
+
+
+def _output(eps: float, read: Float[Array, "C V1"]) -> Float[Array, "C V"]:
+  return divided(read, eps)
+
+
+def _values_with_ones(x: AdditiveTokens) -> AdditiveTokens:
+  return x._replace(v=with_ones(x.v))
+
+
 def normalized(eps: float) -> Rule:
-  """o = scale S^T q / (scale q.z + eps), of the state [K V+1] that holds S and z."""
-
-  def step(state, x: AdditiveTokens):
-    state, read = _step(state, x)
-    return state, divided(read, eps)
-
-  def read(before, after, x: AdditiveTokens):
-    return divided(_read(before, after, x), eps)
-
-  def output_map(read):
-    return divided(read, eps), read[..., -1:] + eps
-
+  """Rule of o = S^T q / (q.z + eps), with S and z in a state [K V+1]."""
   of_values_with_ones = rule._replace(
-    step=step, read=read, output_map=output_map, output_map_pullback=_divided_pullback
+    step=bind(_step_normalized, eps),
+    read=bind(_read_normalized, eps),
+    output=bind(_output, eps),
+    output_pullback=OutputPullback(bind(_denominator, eps), _divided_pullback),
   )
-  return on_raw_tokens(of_values_with_ones, lambda x: x._replace(v=with_ones(x.v)))
+  return on_raw_tokens(of_values_with_ones, _values_with_ones)

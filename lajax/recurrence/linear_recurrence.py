@@ -1,4 +1,7 @@
-"""Elementwise state: h = exp(log_a) h + x, o = h. Each channel is a row of a state with one column, K = D and V = 1."""
+"""Elementwise state: h = exp(log_a) h + x, o = h.
+
+Each channel is a row of a state with one column: K = D and V = 1.
+"""
 
 from typing import NamedTuple
 
@@ -7,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from lajax.recurrence.decays import Masks
-from lajax.recurrence.rule import Affine, Chunk, Rule
+from lajax.recurrence.rule import Affine, Chunk, Pullback, Rule
 
 
 class ElementwiseTokens(NamedTuple):
@@ -28,7 +31,7 @@ def _read(before, after, t: ElementwiseTokens):
   return after[:, 0]
 
 
-# --- chunks ----------------------------------------------------------------------------------------------------------
+# --- chunks --------------------------------------------------------------------------------------
 
 
 def _decays(t: ElementwiseTokens, masks: Masks | None) -> Float[Array, "C D"]:
@@ -41,7 +44,7 @@ def _decays(t: ElementwiseTokens, masks: Masks | None) -> Float[Array, "C D"]:
 
 
 def _scan(a, x, reverse=False):
-  """(the product of the decays so far, the recurrence from a state of 0)."""
+  """Products of the decays up to each token, and the recurrence from a state of 0."""
   join = lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1])
   return lax.associative_scan(join, (a, x), reverse=reverse)
 
@@ -51,16 +54,20 @@ def _chunk(t: ElementwiseTokens, masks: Masks | None, precision) -> Chunk:
   return Chunk(from_start[-1], h[-1][:, None], from_start, h)
 
 
-def _begin_pullback(t: ElementwiseTokens, masks: Masks | None, do, precision):
+def _respond(from_start, state, precision=None):
+  return from_start * state[:, 0]
+
+
+def _begin(t: ElementwiseTokens, masks: Masks | None, do, precision):
   a = _decays(t, masks)
   from_start, h = _scan(a, t.x)
   return Affine(from_start[-1], (from_start * do).sum(0)[:, None]), (a, from_start, h)
 
 
-def _pullback(
-  t: ElementwiseTokens, masks: Masks | None, kept, state, dstate, do, precision
+def _finish(
+  t: ElementwiseTokens, masks: Masks | None, residuals, state, dstate, do, precision
 ) -> ElementwiseTokens:
-  a, from_start, h = kept
+  a, from_start, h = residuals
   after = jnp.concatenate([a[1:], jnp.ones_like(a[:1])])
   to_end, dh = _scan(after, do, reverse=True)
   dh = dh + to_end * dstate[:, 0]
@@ -69,8 +76,6 @@ def _pullback(
   return ElementwiseTokens(dh, dh * a * before)
 
 
-def _respond(from_start, state, precision=None):
-  return from_start * state[:, 0]
-
-
-rule = Rule(_step, _lift, _read, _chunk, _begin_pullback, _pullback, _respond)
+rule = Rule(
+  _step, _lift, _read, _chunk, _respond, pullback=Pullback(_begin, _finish), log_decays=("log_a",)
+)

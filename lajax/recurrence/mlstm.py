@@ -1,9 +1,10 @@
-"""The gates of the matrix LSTM, as the decays and weights of linear attention: relative to a running maximum m.
+"""Gates of the matrix LSTM, as decays and weights of linear attention relative to a maximum m.
 
     m_t = max(f_t + m_{t-1}, i_t) ,   f' = exp(f_t + m_{t-1} - m_t) ,   i' = exp(i_t - m_t)
 
-Outputs do not depend on m, only on C exp(m) and n exp(m). So derivatives do not pass through it, where they would be small
-differences of large terms: `rescaled` gives back what they are in the state that comes in, and in the one that goes out.
+Outputs do not depend on m, only on C exp(m) and n exp(m). So derivatives do not pass through m,
+where they would be small differences of large terms. `rescaled` gives the states that enter and
+leave the derivatives that they have.
 """
 
 import jax
@@ -14,10 +15,8 @@ from jaxtyping import Array, Float, Int
 from lajax._numerics import NEGLIGIBLE
 from lajax.recurrence.documents import packing, previous
 
-LARGEST = {
-  4: 80.0,
-  8: 700.0,
-}  # of m where exp(m) is formed, by bytes of a number: beyond, 1 / |n.q| is the smaller side
+# The largest m of which exp(m) is formed, by bytes of a number. Beyond it, 1 / |n.q| is smaller.
+LARGEST = {4: 80.0, 8: 700.0}
 
 
 def stabilise(
@@ -26,29 +25,31 @@ def stabilise(
   m: Float[Array, "B HV"],
   segment_ids: Int[Array, "B T"] | None,
 ) -> tuple[Array, Array, Array]:
-  """The running maximum behind each token, log f' <= 0, and i', each [B T HV]; a new document begins with m = 0."""
+  """Returns the running maximum after each token, log f' <= 0, and i', each [B T HV].
+
+  A document begins with m = 0.
+  """
   i, f, m = (jnp.maximum(x, NEGLIGIBLE) for x in (i, f, m))
   first = None
   if segment_ids is not None:
     document, is_token = packing(segment_ids)
     first = (document != previous(document))[..., None]
-    i = jnp.where(
-      is_token[..., None], i, NEGLIGIBLE
-    )  # padding writes nothing and raises no maximum
+    # Padding writes nothing and raises no maximum.
+    i = jnp.where(is_token[..., None], i, NEGLIGIBLE)
   top = _running_maximum(i, f, m, first)
   fixed = lax.stop_gradient(top)
   before = jnp.concatenate([lax.stop_gradient(m)[:, None], fixed[:, :-1]], axis=1)
   before = before if first is None else jnp.where(first, 0, before)
-  return (
-    top,
-    f + (before - fixed),
-    jnp.exp(i - fixed),
-  )  # in this order: m may be large, its change is not
+  # f + (before - fixed) in this order: m may be large, but its change is not.
+  return top, f + (before - fixed), jnp.exp(i - fixed)
 
 
 @jax.jit
 def _running_maximum(i, f, m, first):
-  """By associative scan of the maps m -> max(c + m, d): no sum is formed but those of intervals."""
+  """Returns the maxima, by an associative scan over the maps m -> max(c + m, d).
+
+  Every sum that it forms is that of an interval.
+  """
 
   def join(x, y):
     return x[0] + y[0], jnp.maximum(y[0] + x[1], y[1])
@@ -64,12 +65,15 @@ def _running_maximum(i, f, m, first):
 def rescaled(
   state: Float[Array, "B HV K V"], m: Float[Array, "B HV"], sign: int
 ) -> Float[Array, "B HV K V"]:
-  """The state as it is, with the derivatives of state * exp(sign m)."""
+  """Returns the state itself, with the derivatives of state * exp(sign m)."""
   return state * jnp.exp(sign * (m - lax.stop_gradient(m)))[..., None, None]
 
 
 def normalizer(denominator: Array, m: Array) -> Array:
-  """1 / max(|denominator|, exp(-m)), as the smaller of 1 / |denominator| and exp(m): finite, and so are its gradients."""
+  """Returns 1 / max(|denominator|, exp(-m)), finite and with finite gradients.
+
+  It is the smaller one of 1 / |denominator| and exp(m).
+  """
   size = jnp.abs(denominator)
   zero = size == 0
   inverse = jnp.where(zero, jnp.inf, 1 / jnp.where(zero, 1, size))

@@ -1,7 +1,8 @@
 """One token of each family, for decoding: step(state, token) -> (state, output). No axis T.
 
-A step is its op on one token, token by token: the same problem of `lajax.recurrence.families`, the same
-checks, the same numbers. On explicit meshes the state keeps its layout, so that it rides in a scan.
+A step is its op on one token, token by token: the same problem of `lajax.recurrence.families`, the
+same checks, the same numbers. On explicit meshes the state keeps its layout, so that it rides in a
+scan.
 """
 
 import functools
@@ -9,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float
 
 from lajax import _shapes
@@ -80,7 +80,8 @@ def normalized_linear_attention_step(
     eps: added to the denominator, a number of at least 0.
 
   Returns:
-    The state (S, z) behind the token, in float32 (float64 if an input is), and o [B HV V] in v.dtype.
+    The state (S, z) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value.
@@ -138,7 +139,8 @@ def delta_product_step(
 ) -> tuple[Matrix, Float[Array, "B HV V"]]:
   """One token of `lajax.delta_product`: one decay, R delta steps, one read.
 
-      S^0 = Diag(exp g) S ,   S^r = S^{r-1} + k^r (beta^r (v^r - S^{r-1}^T k^r))^T ,   o = scale S^R^T q
+      S^0 = Diag(exp g) S ,   S^r = S^{r-1} + k^r (beta^r (v^r - S^{r-1}^T k^r))^T ,
+      o = scale S^R^T q
 
   Args:
     state: [B HV K V], before the token.
@@ -239,7 +241,8 @@ def mlstm_step(
     scale: factor of q; None for K^-1/2.
 
   Returns:
-    The state (C, n, m) behind the token, in float32 (float64 if an input is), and o [B HV V] in v.dtype.
+    The state (C, n, m) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
 
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value.
@@ -265,8 +268,7 @@ def linear_recurrence_step(
   Raises:
     ValueError: an argument has the wrong rank, size or dtype.
   """
-  axes = len(np.shape(x)) - 1
-  family = families.linear_recurrence_of(axes)
+  family = families.linear_recurrence_of(getattr(x, "ndim", 1) - 1)
   return _step(family, state, dict(x=x, log_a=log_a))
 
 

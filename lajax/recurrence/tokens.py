@@ -1,8 +1,10 @@
-"""The loops over tokens: the equation as printed (`recurrent`), and all states at once (`associative`).
+"""The loops over tokens: `recurrent` is the equation as printed, `associative` has all states.
 
 Layouts: `tokens` is the family's NamedTuple of arrays [B T H ..] (queries and keys) or [B T HV ..]
 (all others), a field may be None; the state is [B HV K V]; outputs are [B T HV V].
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,41 +13,49 @@ from jaxtyping import Array
 
 from lajax.recurrence.documents import previous
 from lajax.recurrence.heads import Heads, heads_of
-from lajax.recurrence.rule import Affine, Rule, apply, combine
+from lajax.recurrence.rule import Affine, Rule, apply, combine, warn_if_made_anew
 
-TOKENS_BETWEEN_STATES = (
-  64  # of the token scan: in its backward pass the states between are computed again
-)
+# Tokens from one stored state to the next; the backward pass computes the states between again.
+TOKENS_PER_STATE = 64
 
 
 def recurrent(rule: Rule, tokens, state: Array, document: Array | None = None):
-  """The equation, token by token. Of each 64 states the backward pass keeps one, or all where they are no larger than tokens."""
+  """Returns outputs and final state by the equation, token by token.
+
+  The backward pass keeps one of 64 states, or all where they are no larger than the tokens.
+  """
+  T = jax.tree.leaves(tokens)[0].shape[1]
+  if not isinstance(T, int):
+    raise NotImplementedError(
+      f"a loop over tokens must know their number, and that is the symbol {T} here; export with a "
+      "number instead."
+    )
+  warn_if_made_anew(rule)
   heads = heads_of(tokens, state)
-  xs, changes = _token_major(heads, tokens, document)
-  step = heads.over(lambda change, x, s: rule.step(_reset(s, change), x), heads.axes(tokens))
+  xs, begins = _token_major(heads, tokens, document)
+  step = heads.over(lambda begins, x, s: rule.step(_reset(s, begins), x), heads.axes(tokens))
   body = lambda s, x: step(x[1], x[0], s)
   scan = lambda s, xs: lax.scan(body, s, xs)
 
   state = heads.rows(state)
-  T = len(jax.tree.leaves(xs)[0])
-  large = state.size * T > sum(x.size for x in jax.tree.leaves(xs))
-  whole = T - T % TOKENS_BETWEEN_STATES if large and T > TOKENS_BETWEEN_STATES else 0
+  large = math.prod(state.shape[1:]) > sum(math.prod(x.shape[2:]) for x in jax.tree.leaves(xs))
+  whole = T - T % TOKENS_PER_STATE if large and T > TOKENS_PER_STATE else 0
   outputs = []
   if whole:
     blocks = jax.tree.map(
-      lambda x: x[:whole].reshape(-1, TOKENS_BETWEEN_STATES, *x.shape[1:]), (xs, changes)
+      lambda x: x[:whole].reshape(-1, TOKENS_PER_STATE, *x.shape[1:]), (xs, begins)
     )
     state, o = lax.scan(jax.checkpoint(scan), state, blocks)
     outputs.append(o.reshape(whole, *o.shape[2:]))
   if whole < T:
-    state, o = scan(state, jax.tree.map(lambda x: x[whole:], (xs, changes)))
+    state, o = scan(state, jax.tree.map(lambda x: x[whole:], (xs, begins)))
     outputs.append(o)
   o = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
   return _batch_major(heads, o), heads.unrows(state)
 
 
 def _token_major(heads: Heads, tokens, document):
-  """Tokens as [T R (G) ..], and [T R]: where a document begins; None without documents."""
+  """Returns tokens as [T R (G) ..], and where documents begin [T R]; None without documents."""
 
   def flat(x):
     x = jnp.moveaxis(heads.split(x), 1, 0)
@@ -62,27 +72,44 @@ def _batch_major(heads: Heads, o: Array) -> Array:
   return jnp.moveaxis(o.reshape(len(o), heads.B, heads.H * heads.G, o.shape[-1]), 0, 1)
 
 
-def _reset(state: Array, change: Array | None) -> Array:
-  return state if change is None else jnp.where(change, jnp.zeros((), state.dtype), state)
+def _reset(state: Array, begins: Array | None) -> Array:
+  return state if begins is None else jnp.where(begins, jnp.zeros((), state.dtype), state)
 
 
 def associative(rule: Rule, tokens, state: Array, document: Array | None = None):
-  """All states at once, by `jax.lax.associative_scan` over the tokens' maps. Memory: T states."""
+  """Returns outputs and final state by `jax.lax.associative_scan` over the tokens' maps.
+
+  It holds T states in memory.
+  """
+  warn_if_made_anew(rule)
   heads = heads_of(tokens, state)
   axes = heads.axes(tokens)
-  xs, changes = _token_major(heads, tokens, document)
+  xs, begins = _token_major(heads, tokens, document)
+  lift = heads.over(lambda begins, x: (rule.lift(x), begins), axes)
+  maps, begin = jax.vmap(lift)(begins, xs)
 
-  def lift(change, x):
-    affine = rule.lift(x)
-    return Affine(_reset(affine.A, change), affine.B)
+  def start(affine, state, begins):
+    return apply(affine, _reset(state, begins))
 
-  maps = jax.vmap(heads.over(lift, axes))(changes, xs)
   state = heads.rows(state)
-  first = heads.nest(apply)(jax.tree.map(lambda x: x[0], maps), state)
+  first = heads.nest(start)(*jax.tree.map(lambda x: x[0], (maps, state[None], begin)))
   maps = Affine(maps.A, jnp.concatenate([first[None], maps.B[1:]]))
-  _, states = lax.associative_scan(heads.nest(combine, 1), maps)
+  (_, states), _ = lax.associative_scan(heads.nest(_combine_in_documents, 1), (maps, begin))
   read = heads.over(
-    lambda change, x, before, after: rule.read(_reset(before, change), after, x), axes
+    lambda begins, x, before, after: rule.read(_reset(before, begins), after, x), axes
   )
-  o = jax.vmap(read)(changes, xs, jnp.concatenate([state[None], states[:-1]]), states)
+  o = jax.vmap(read)(begins, xs, jnp.concatenate([state[None], states[:-1]]), states)
   return _batch_major(heads, o), heads.unrows(states[-1])
+
+
+def _combine_in_documents(first, second):
+  """`combine` for maps of tokens, and whether a document begins at one of the tokens.
+
+  Where one begins in `second`, `first` is replaced by zeros. A transition of 0 would not do:
+  0 times NaN is NaN.
+  """
+  (first, first_begins), (second, second_begins) = first, second
+  if second_begins is None:
+    return combine(first, second), None
+  first = jax.tree.map(lambda x: _reset(x, second_begins), first)
+  return combine(first, second), first_begins | second_begins

@@ -1,7 +1,7 @@
-"""How functions of the drivers behave under JAX's transformations: a backward pass by hand, and batches that join.
+"""Drivers under JAX's transformations: `jax.grad` takes a given pullback, `vmap` a longer batch.
 
-`jax.custom_vjp` would forbid forward mode. Here the tangent of a function is a linear map that knows both directions: pushed
-forward it is the derivative that JAX finds by itself, transposed it is the pullback written by hand.
+`jax.custom_vjp` would forbid forward mode. Here the tangent of a function is a linear map with two
+directions: forwards it is the derivative that JAX finds, transposed it is the given pullback.
 """
 
 import functools
@@ -18,12 +18,12 @@ linear_map_p.multiple_results = True
 
 
 def differentiable(forward: Callable, plain: Callable, pullback: Callable) -> Callable:
-  """A function (inputs, constants) -> outputs of pytrees of arrays, differentiated in its inputs.
+  """Returns a function (inputs, constants) -> outputs of pytrees, differentiable in its inputs.
 
   Args:
-    forward: (inputs, constants) -> (outputs, kept): computes it, and what the pullback wants kept.
-    plain: (inputs, constants) -> outputs: the same, of operations that JAX can differentiate forwards.
-    pullback: (inputs, constants, kept, cotangents of the outputs) -> cotangents of the inputs.
+    forward: (inputs, constants) -> (outputs, residuals).
+    plain: (inputs, constants) -> outputs, of operations that JAX can differentiate forwards.
+    pullback: (inputs, constants, residuals, cotangents of outputs) -> cotangents of inputs.
   """
 
   @jax.custom_jvp
@@ -33,16 +33,16 @@ def differentiable(forward: Callable, plain: Callable, pullback: Callable) -> Ca
   @f.defjvp
   def f_jvp(primals, tangents):
     inputs, constants = jax.tree.map(_once, primals[0]), primals[1]
-    outputs, kept = forward(inputs, constants)
+    outputs, residuals = forward(inputs, constants)
     push = lambda known, t: jax.jvp(lambda x: plain(x, known[1]), (known[0],), (t,))[1]
     pull = lambda known, ct: pullback(*known, ct)
-    return outputs, _linear_map(push, pull, (inputs, constants, kept), tangents[0], outputs)
+    return outputs, linear_map(push, pull, (inputs, constants, residuals), tangents[0], outputs)
 
   return f
 
 
-def _linear_map(push, pull, known, tangents, outputs):
-  """The linear map t -> push(known, t), whose transpose is ct -> pull(known, ct)."""
+def linear_map(push, pull, known, tangents, outputs):
+  """Applies the linear map t -> push(known, t), whose transpose is ct -> pull(known, ct)."""
   known_leaves, known_tree = jax.tree.flatten(known)
   tangent_leaves, tangent_tree = jax.tree.flatten(tangents)
   output_leaves, output_tree = jax.tree.flatten(outputs)
@@ -72,7 +72,7 @@ def _impl(*args, push, pull, known, results):
 
 @linear_map_p.def_abstract_eval
 def _abstract_eval(*avals, push, pull, known, results):
-  """`results` are the types of what `push` gives; None where it must be traced to know."""
+  """Returns the types of the results; if they are not known, `push` is traced to find them."""
   return jax.make_jaxpr(push)(*avals).out_avals if results is None else results
 
 
@@ -84,14 +84,15 @@ def _jvp(primals, tangents, *, push, pull, known, results):
 
 @jax.custom_jvp
 def _once(x):
-  """x, which cannot be differentiated again: the pullback has no derivative of its own."""
+  """Returns x, and refuses a second derivative: the pullback has none."""
   return x
 
 
 @_once.defjvp
 def _once_jvp(primals, tangents):
   raise NotImplementedError(
-    "impl='chunked' has first derivatives only, and a second one was asked for; use impl='recurrent' or impl='associative'."
+    "impl='chunked' has first derivatives only, and a second one was asked for; use "
+    "impl='recurrent' or impl='associative'."
   )
 
 
@@ -140,11 +141,13 @@ mlir.register_lowering(
 
 
 def join_batches(f: Callable, in_axes, out_axes) -> Callable:
-  """f, whose `jax.vmap` is f itself on a longer batch axis: no transformation adds an axis to its products.
+  """Returns f, whose `jax.vmap` is f itself on a longer batch axis.
+
+  So no transformation adds an axis to the products of matrices.
 
   Args:
-    f: a function of pytrees of arrays that treats every entry along the batch axes alike.
-    in_axes, out_axes: where the batch axis of each argument and result is, as prefixes of their pytrees.
+    f: a function of pytrees of arrays that treats every entry along the batch axes in one way.
+    in_axes, out_axes: the batch axis of each argument and result, as prefixes of their pytrees.
   """
   g = custom_vmap(f)
 

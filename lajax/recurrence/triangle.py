@@ -1,5 +1,8 @@
-"""Inverse of a unit lower triangular matrix: what the delta rule and diagonal plus low rank solve in each chunk."""
+"""Inverse of a unit lower triangular matrix, which the delta rule and dplr need in each chunk."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -10,14 +13,15 @@ from lajax._numerics import block_lower, vary_like
 SIDE = 16  # side of the blocks that are inverted by forward substitution
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def unit_lower_inverse(
   n: Float[Array, "C C"], precision=lax.Precision.HIGHEST
 ) -> Float[Array, "C C"]:
-  """(I + n)^-1 for a strictly lower triangular n; C is a power of two.
+  """Returns (I + n)^-1 for a strictly lower triangular n; C is a power of two.
 
-  Blocks of 16 by forward substitution, column by column; then the inverse over blocks of 2h from those of h:
-  [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]]. (The product of I + n^(2^i) is shorter, and cancels
-  catastrophically where keys repeat.)
+  Blocks of 16 are inverted by forward substitution, column by column. The inverse over blocks of 2h
+  then follows from those of h: [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]]. (The
+  product of I + n^(2^i) is shorter, and cancels catastrophically where keys repeat.)
   """
   C = len(n)
   size = min(SIDE, C)
@@ -37,6 +41,14 @@ def unit_lower_inverse(
     )
     x, size = block_lower(pair, corner), 2 * size
   return x[0]
+
+
+@unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(precision, primals, tangents):
+  """d (I + n)^-1 = -(I + n)^-1 dn (I + n)^-1."""
+  full = functools.partial(jnp.matmul, precision=precision)
+  inverse = unit_lower_inverse(*primals, precision)
+  return inverse, -full(inverse, full(jnp.tril(tangents[0], -1), inverse))
 
 
 def _diagonal_blocks(x: Float[Array, "C C"], size: int) -> Float[Array, "N S S"]:
