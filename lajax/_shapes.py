@@ -98,8 +98,9 @@ def check(sizes: Mapping[str, int] | None = None, /, **arrays) -> Sizes:
     sizes: sizes that letters already have.
     **arrays: `name=(array, letters)` or `name=(array, letters, kind)`; `letters` may offer
       alternatives of different rank, "B T H | B T H K"; the first array that has a letter fixes its
-      size. `kind` is "float" (default), "int" or "bool". An array that is None is passed over, and a letter
-      that only such an array has is an error when it is asked for. `check_given` refuses None.
+      size. `kind` is "float" (default), "int" or "bool". An array that is None is passed over, and
+      a letter that only such an array has is an error when it is asked for. `check_given` refuses
+      None.
 
   Raises:
     ValueError: an array has the wrong dtype, rank or size; the message names the array, what it
@@ -266,7 +267,7 @@ def _like(mask, x):
 
 
 def _on_host(x) -> bool:
-  """Whether NumPy can read an array without a copy between devices."""
+  """Says whether NumPy can read an array without a copy between devices."""
   if not isinstance(x, jax.Array):
     return True
   return x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())

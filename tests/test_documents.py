@@ -31,6 +31,7 @@ FAMILIES = (
   "delta_rule-erase_write",
   "dplr-channel",
   "gated_oja-channel",
+  "mlstm-head",
 )
 
 
@@ -106,7 +107,8 @@ def test_bad_numbers_stay_in_their_document(case_id, impl):
       text = f"{layout}: {name}"
       if name not in case.untimed:
         assert close(got[0][n, :BAD], want[0][n, :BAD]), f"{text}: an earlier token"
-        assert not np.isfinite(got[0][n, BAD]).all(), f"{text}: NaN is lost"
+        # A rule that reads before its token's decay shows a bad decay one token later.
+        assert not np.isfinite(got[0][n, BAD : BAD + 2]).all(), f"{text}: NaN is lost"
       if layout == "whole":
         continue
       assert close(got[0][n, LENGTH:], want[0][n, LENGTH:]), f"{text}: the next document"

@@ -242,9 +242,9 @@ def _scan_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan, reverse: 
       tile_mask(tokens, values),
     )
     y = (
-      tiles.mask_from_start(document, p.scale * from_start * y)
+      tiles.mask_from_start(document, p.scale * from_start * y.astype(f32))
       if reverse
-      else tiles.mask_to_end(document, to_end * y)
+      else tiles.mask_to_end(document, to_end * y.astype(f32))
     )
 
     def update(x, part):

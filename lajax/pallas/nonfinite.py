@@ -88,7 +88,7 @@ def guarded(forward: Callable, backward: Callable, alone: Callable) -> tuple[Cal
     cotangents = replace(bad, do, 0.0), replace(bad_last, dlast, 0.0)
     (*dtokens, dstate), nothing = backward(static, residuals, cotangents)
     last_token = jnp.arange(bad.shape[1]) == bad.shape[1] - 1
-    marked = reached(bad | (bad_last[:, None] & last_token), document, reverse=True)
+    marked = reached(bad | (bad_last[:, None] & last_token[None]), document, reverse=True)
     first = marked[:, 0] & (document[:, 0] == 0)
     return (*replace(marked, dtokens, jnp.nan), replace(first, dstate, jnp.nan)), nothing
 

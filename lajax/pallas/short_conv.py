@@ -359,7 +359,7 @@ def _rest(p: ConvPlan, x, cache, documents: Ranks | None) -> Float[Array, "B W-1
       [cache[:, min(p.T, p.R) :], x[:, max(p.T - p.R, 0) :].astype(cache.dtype)], axis=1
     )
   order, document, ends = documents
-  rank = ends[:, :1] + jnp.arange(-p.R, 0)
+  rank = ends[:, :1] + jnp.arange(-p.R, 0)[None]
   at = jnp.clip(rank, 0, p.T - 1)
   new = jnp.take_along_axis(x, jnp.take_along_axis(order, at, axis=1)[..., None], axis=1).astype(
     cache.dtype

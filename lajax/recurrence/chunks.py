@@ -202,7 +202,6 @@ class _Loop(NamedTuple):
     pullback = pullback_of(self.rule)
     bad = not_finite(do, do.shape[2])
     bad_state = any_not_finite(dstate, 2)
-    spoiled = residuals.spoiled
 
     def begin(documents, x, do, bad):
       masks = _masks(documents)
@@ -214,15 +213,15 @@ class _Loop(NamedTuple):
     begin, finish = heads.over(begin, axes), heads.over(finish, axes)
 
     def previous_chunk(carry, chunk):
-      (dstate, spoiled), (affine, reach) = carry, chunk
-      before = heads.nest(apply_transposed)(affine, dstate), reach.leaving(spoiled)
+      (dstate, lost), (affine, reach) = carry, chunk
+      before = heads.nest(apply_transposed)(affine, dstate), reach.leaving(lost)
       return before, carry
 
     def block(carry, n, kept):
       documents = blocks.documents(n)
       x = blocks.load(finite(blocks.slice(tokens, n), self.rule.log_decays))
-      dead = blocks.slice(spoiled, n)
-      d = jnp.where(dead[..., None], 0, finite(blocks.slice(do, n)))
+      unread = blocks.slice(residuals.spoiled, n)
+      d = jnp.where(unread[..., None], 0, finite(blocks.slice(do, n)))
       d = self._scaled(blocks.load(d))
       if self.rule.output is not None:
         o = blocks.load(finite(blocks.slice(residuals.outputs, n)))
@@ -233,7 +232,7 @@ class _Loop(NamedTuple):
       carry, ends = lax.scan(previous_chunk, carry, xs, reverse=True)
       dstate, lost = blocks.merge_chunks(ends)
       dx = finish(documents, x, begun, blocks.merge_chunks(kept.states), dstate, d)
-      lost = reach.tokens(lost) | blocks.load(dead)
+      lost = reach.tokens(lost) | blocks.load(unread)
 
       def put(dx, x):
         dx = jnp.where(lost.reshape(*lost.shape, *(1,) * (dx.ndim - lost.ndim)), jnp.nan, dx)
@@ -243,7 +242,7 @@ class _Loop(NamedTuple):
       return carry, jax.tree.map(put, dx, tokens), None
 
     kept = Residuals(residuals.states, None, residuals.output)
-    dstate = jnp.where(spoiled[:, -1, :, None, None], 0, finite(dstate))
+    dstate = jnp.where(residuals.spoiled[:, -1, :, None, None], 0, finite(dstate))
     carry = heads.rows(dstate), heads.rows(bad_state)
     carry, dx, _ = self._over_blocks(block, carry, tokens, kept, reverse=True)
     dstate, lost = (heads.unrows(x) for x in carry)
@@ -345,7 +344,9 @@ def _masks(documents) -> Masks | None:
 # --- numbers that are not finite -----------------------------------------------------------------
 #
 # A product of matrices would carry NaN to every token of a chunk: 0 times NaN is NaN. So a chunk is
-# computed without such numbers, and NaN is put where the recurrence would have it.
+# computed without such numbers, and NaN is put where the recurrence would have it. A token is `bad`
+# if it holds such a number, its output is `spoiled` if it comes after a bad token, and its gradient
+# is `lost` if its output is spoiled or it comes before a bad cotangent.
 
 
 class _Reach(NamedTuple):
@@ -375,16 +376,18 @@ class _Reach(NamedTuple):
 def _reach_forwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
   lower = np.tri(len(bad), dtype=bool)
   if masks is None:
-    return _Reach(_any_seen(bad, lower), bad.any())
-  inside = (masks.between & lower & bad).any(1)
+    inside = _any_seen(bad, lower)
+    return _Reach(inside, inside[-1])
+  inside = (masks.between & lower & bad[None]).any(1)
   return _Reach(inside, inside[-1], masks.from_start, masks.total)
 
 
 def _reach_backwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
   upper = np.tri(len(bad), dtype=bool).T
   if masks is None:
-    return _Reach(_any_seen(bad, upper), bad.any())
-  inside = (masks.between & upper & bad).any(1)
+    inside = _any_seen(bad, upper)
+    return _Reach(inside, inside[0])
+  inside = (masks.between & upper & bad[None]).any(1)
   return _Reach(inside, (masks.from_start & bad).any(), masks.to_end, masks.total)
 
 

@@ -460,10 +460,9 @@ def _gate_pullback_per_channel(
     whole = (whole[:, None] + _chosen(into_later, out_of_earlier, axis=1)).reshape(-1, K)
     upto = upto + _unhalf(later[:, :, None], 1)[:, 0]
     after = after + _unhalf(earlier[:, :, None], 0)[:, 0]
-  intervals = vary_like(jnp.asarray(_intervals(side).T, total.dtype), total)
-  terms = (small.reshape(M, levels * side, K), upto.reshape(M, side, K), after.reshape(M, side, K))
-  dg, begin = whole[:, None], 0
-  for x in terms:
-    weights = intervals[:, begin : begin + x.shape[1]]
-    dg, begin = dg + jnp.matmul(weights, x, precision=lax.Precision.HIGHEST), begin + x.shape[1]
+  terms = jnp.concatenate(
+    [small.reshape(M, -1, K), upto.reshape(M, side, K), after.reshape(M, side, K)], axis=1
+  )
+  intervals = vary_like(jnp.asarray(_intervals(side).T, terms.dtype), terms)
+  dg = jnp.matmul(intervals, terms, precision=lax.Precision.HIGHEST) + whole[:, None]
   return dg.reshape(C, K)

@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Problem(NamedTuple):
-  """What a rule runs on, and how its results become those of the call."""
+  """Inputs of a rule, and the maps from its results to those of the call."""
 
   rule: Rule
   tokens: Any  # the rule's NamedTuple of arrays [B T ..], not yet cast
@@ -140,7 +140,7 @@ def _additive(call: Call) -> Problem:
 def _with_bonus(call: Call) -> Problem:
   """Reads the state before each write; a token's own write is added behind the recurrence."""
   x, dtype, ids = call.arrays, call.dtype, call.segment_ids
-  q, k, v, bonus = x["q"], x["k"], x["v"], x["bonus"].astype(dtype)
+  q, k, v, bonus = x["q"], x["k"], x["v"], x["bonus"].astype(dtype)[None, None]
   if (
     ids is not None
   ):  # before a product of two inputs, so that NaN in padding stays out of gradients
@@ -148,7 +148,8 @@ def _with_bonus(call: Call) -> Problem:
 
   def output(o):
     own = (q.astype(dtype) * call.scale * k.astype(dtype) * bonus).sum(-1)
-    return o + jnp.repeat(own, v.shape[2] // q.shape[2], axis=2)[..., None] * v.astype(dtype)
+    own = jnp.repeat(own, v.shape[2] // q.shape[2], axis=2)[..., None]
+    return o.astype(dtype) + own * v.astype(dtype)
 
   tokens = linear_attention.AdditiveTokens(q, k, v, x["g"])
   return Problem(linear_attention.reading_before, tokens, _matrix(call), ids, output)

@@ -55,7 +55,7 @@ def _chunk(t: ElementwiseTokens, masks: Masks | None, precision) -> Chunk:
 
 
 def _respond(from_start, state, precision=None):
-  return from_start * state[:, 0]
+  return from_start * state[None, :, 0]
 
 
 def _begin(t: ElementwiseTokens, masks: Masks | None, do, precision):
@@ -70,8 +70,8 @@ def _finish(
   a, from_start, h = residuals
   after = jnp.concatenate([a[1:], jnp.ones_like(a[:1])])
   to_end, dh = _scan(after, do, reverse=True)
-  dh = dh + to_end * dstate[:, 0]
-  h = h + from_start * state[:, 0]
+  dh = dh + to_end * dstate[None, :, 0]
+  h = h + from_start * state[None, :, 0]
   before = jnp.concatenate([state[:, :1].T, h[:-1]])
   return ElementwiseTokens(dh, dh * a * before)
 

@@ -36,7 +36,8 @@ def stabilise(
     first = (document != previous(document))[..., None]
     # Padding writes nothing and raises no maximum.
     i = jnp.where(is_token[..., None], i, NEGLIGIBLE)
-  top = _running_maximum(i, f, m, first)
+  # NaN stays out of the maxima, which it would not leave; through i' and f' it reaches its document.
+  top = _running_maximum(*(jnp.where(x < jnp.inf, x, 0) for x in (i, f, m)), first)
   fixed = lax.stop_gradient(top)
   before = jnp.concatenate([lax.stop_gradient(m)[:, None], fixed[:, :-1]], axis=1)
   before = before if first is None else jnp.where(first, 0, before)

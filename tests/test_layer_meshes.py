@@ -1,0 +1,125 @@
+"""Layers on meshes of two devices give the numbers of one; sharded by heads, only the output projection reduces."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from layer_cases import EACH, Case, D, abstract, values
+from mesh_cases import MeshCase, differences, refusals, report_of
+
+import lajax.layers as L
+
+B, T = 2, 5
+BIDIRECTIONAL = (
+  Case("EfficientAttention", lambda **o: L.EfficientAttention(D, 2, 8, **o)),
+  Case("BidirectionalLinearAttention", lambda **o: L.BidirectionalLinearAttention(D, 2, 8, **o)),
+)
+FAST = ("ShortConv", "GatedDeltaNet", "SoftmaxAttention", "RWKV7", "EfficientAttention")
+IDS = np.array([[0, 0, 1, 1, -1], [3, 3, 3, 4, 4]], np.int32)
+
+
+def mesh_case(case: Case) -> MeshCase:
+  """A layer's call on parameters, inputs, ids, and a state if it has one; rows are sharded."""
+  stateful = hasattr(case.layer, "func")
+  graph, params = abstract(case.in_form("recurrent") if stateful else case)
+  params = nnx.to_pure_dict(values(params))
+  x = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
+  arrays = {"params": params, "x": x, "ids": IDS}
+  batch = {"params": None, "x": 0, "ids": 0}
+  layer = lambda params: nnx.merge(graph, nnx.State(params))
+  if not stateful:
+    return MeshCase(lambda a: layer(a["params"])(a["x"], segment_ids=a["ids"]), arrays, batch)
+  state = layer(params).init_state(B)
+  floats = jax.tree.map(np.asarray, (state.memory, state.conv))
+
+  def call(a):
+    before = L.LayerState(*a["floats"], a["segment"], a["length"])
+    return layer(a["params"])(a["x"], before, segment_ids=a["ids"])
+
+  counters = {"segment": np.asarray(state.segment), "length": np.asarray(state.length)}
+  arrays |= {"floats": floats, **counters}
+  return MeshCase(call, arrays, batch | {"floats": 0, "segment": 0, "length": 0})
+
+
+def report() -> dict[str, list[str]]:
+  """What differs from one device, of the fast cases: results, gradients, layouts, and one eager call."""
+  cases = [case for case in (*EACH, *BIDIRECTIONAL) if case.name in FAST]
+  found = {c.name: differences(mesh_case(c), ("explicit, batch", "auto, batch")) for c in cases}
+  shape = mesh_case(next(case for case in EACH if case.name == "ShortConv"))
+  return found | {"ShortConv, eager": differences(shape, (), eager=True)}
+
+
+def report_of_all() -> dict[str, list[str]]:
+  """The same of all layers."""
+  cases = (*EACH, *BIDIRECTIONAL)
+  return {c.name: differences(mesh_case(c), ("explicit, batch", "auto, batch")) for c in cases}
+
+
+def report_of_traces() -> dict[str, list[str]]:
+  """What JAX refuses to trace on an explicit mesh, of all layers."""
+  return {case.name: refusals(mesh_case(case)) for case in (*EACH, *BIDIRECTIONAL)}
+
+
+def failures(function: str) -> dict[str, list[str]]:
+  found = report_of("test_layer_meshes", function)
+  return {name: lines for name, lines in found.items() if lines}
+
+
+def test_every_layer_traces_on_an_explicit_mesh():
+  assert failures("report_of_traces") == {}
+
+
+def test_layers_on_two_devices():
+  assert failures("report") == {}
+
+
+@pytest.mark.slow
+def test_every_layer_on_two_devices():
+  assert failures("report_of_all") == {}
+
+
+# --- tensor parallelism ----------------------------------------------------------------------------
+
+
+def by_heads(path: tuple, p) -> PartitionSpec:
+  """Columns of projections and rows of the output projection by heads; all else but the norm by heads."""
+  if path[0] == "norm":
+    return PartitionSpec()
+  if path[0] == "in_proj":
+    return PartitionSpec(None, "model")
+  return PartitionSpec("model", *(None,) * (p.ndim - 1))
+
+
+def report_of_collectives() -> dict[str, list[str]]:
+  """Which collectives one layer's training step has, its parameters sharded by heads."""
+  mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+  graph, params = abstract(Case("", lambda: L.GatedDeltaNet(D, 4, 8, rngs=nnx.Rngs(0))))
+  flat = nnx.to_flat_state(params)
+  shardings = {path: NamedSharding(mesh, by_heads(path, p)) for path, p in flat}
+  put = lambda path, p: p.replace(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[path]))
+  params = nnx.from_flat_state([(path, put(path, p)) for path, p in flat])
+
+  def step(params, x):
+    loss = lambda params, x: (nnx.merge(graph, params)(x)[0] ** 2).sum()
+    d, dx = jax.grad(loss, (0, 1))(params, x)
+    return jax.tree.map(lambda p, d: p - d, params, d), dx
+
+  # One row: the drivers join rows and heads to one axis, which can be cut by heads in this case alone.
+  x = jax.ShapeDtypeStruct((1, 32, D), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+  out = jax.tree.map(lambda p: p.sharding, (params, x))
+  program = jax.jit(step, out_shardings=out).lower(params, x).compile().as_text()
+  collective = r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+  counts = collections.Counter(re.findall(rf"{collective}(?:-start)?\(", program))
+  return {"GatedDeltaNet": [f"{name}: {n}" for name, n in sorted(counts.items())]}
+
+
+def test_parameters_sharded_by_heads_need_no_reshuffle():
+  """Reductions alone: of the outputs, of the inputs' gradient (one per projection) and of the norm's weight."""
+  found = report_of("test_layer_meshes", "report_of_collectives")["GatedDeltaNet"]
+  assert [line.split(":")[0] for line in found] == ["all-reduce"], found
+  assert int(found[0].split(": ")[1]) <= 8
