@@ -1,5 +1,6 @@
 """Sphinx's settings. `python -m sphinx -W docs site` builds the pages, and stops at a warning."""
 
+import importlib
 import pathlib
 import shutil
 import sys
@@ -30,6 +31,18 @@ myst_heading_anchors = 3
 
 # --- the API reference: one page for each public name, from its docstring ---
 
+
+def constants(name: str) -> dict[str, str]:
+  """Names and contents of a module's public constants."""
+  module = importlib.import_module(name)
+  values = {x: getattr(module, x) for x in getattr(module, "__all__", ())}
+  constant = {x: value for x, value in values.items() if not callable(value)}
+  return {x: ", ".join(v) if isinstance(v, dict) else repr(v) for x, v in constant.items()}
+
+
+autosummary_context = {
+  "constants": {name: constants(name) for name in ("lajax.layers", "lajax.tasks")}
+}
 shutil.rmtree(HERE / "api", ignore_errors=True)  # pages of names that are gone would be orphans
 autosummary_generate = True
 autosummary_ignore_module_all = False  # the public names of a module are its __all__

@@ -189,7 +189,7 @@ class _Parser:
       return "operand", self.root()
     if text == "log" and self.peek()[1] == "_":  # log_a: the logarithm of a
       self.next()
-      return "operand", r"\log " + self.operand(fractions)[1]
+      return "operand", r"\log \, " + self.operand(fractions)[1]
     touching = self.peek()[1]
     if len(text) > 1 and touching not in ("_", "^", "'", "~", "(", "[") and not _is_symbol(text):
       return ("operand", _name(text)) if text in FUNCTIONS else ("word", text)

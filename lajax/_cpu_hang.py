@@ -53,7 +53,7 @@ def guard() -> None:
 
 
 def _file_chooses(path: str) -> bool:
-  """Whether a file of flags decides on the scheduler."""
+  """Says whether a file of flags decides on the scheduler."""
   try:
     with open(path) as file:
       return FLAG in file.read()

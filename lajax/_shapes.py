@@ -267,7 +267,7 @@ def _like(mask, x):
 
 
 def _on_host(x) -> bool:
-  """Whether NumPy can read an array without a copy between devices."""
+  """Says whether NumPy can read an array without a copy between devices."""
   if not isinstance(x, jax.Array):
     return True
   return x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())

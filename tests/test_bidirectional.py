@@ -252,16 +252,10 @@ def test_documents_are_independent_and_padding_is_inert(name):
 def test_layer_is_its_equation(name):
   params, call = layer(name)
   x = np.random.default_rng(1).normal(size=(1, T, D))
-  kernels = [np.asarray(params["in_proj"][name]["kernel"]) for name in "qkv"]
-  z = x[0] @ np.concatenate(kernels, axis=1)
+  projected = {n: x[0] @ np.asarray(p["kernel"]) for n, p in params["in_proj"].items()}
   o = []
   for h in range(2):
-    V = (z.shape[1] - 16) // 2
-    q, k, v = (
-      z[:, 4 * h : 4 * h + 4],
-      z[:, 8 + 4 * h : 12 + 4 * h],
-      z[:, 16 + V * h : 16 + V * (h + 1)],
-    )
+    q, k, v = (np.split(projected[n], 2, axis=1)[h] for n in ("q", "k", "v"))
     if name == "EfficientAttention":
       rho_q, rho_k = np.exp(q) / np.exp(q).sum(1, keepdims=True), np.exp(k) / np.exp(k).sum(0)
       o.append(rho_q @ (rho_k.T @ v))

@@ -1,4 +1,4 @@
-"""How a call is dispatched: one compilation for a new length, NumPy arrays, ops that layers call, the guard on import."""
+"""Dispatch of a call: one compilation per length, NumPy arrays, ops that layers call; the import."""
 
 import os
 import subprocess

@@ -32,7 +32,7 @@ MODULES = ("lajax", "lajax.layers", "lajax.recurrence", "lajax.tasks", "lajax.co
     ("a + b c / (d + e)", r"a + \frac{b \, c}{d + e}"),
     ("max(|n . q|, 1)", r"\operatorname{max} (\left|n \cdot q\right| ,\; 1)"),
     ("sum_{j <= t} v_j,h", r"\sum_{j \le t} \, v_{j,h}"),
-    ("log_forget_l", r"\log \operatorname{forget}_{l}"),
+    ("log_forget_l", r"\log \, \operatorname{forget}_{l}"),
     ("1e-5 S += x", r"10^{-5} \, S {+}{=} x"),
     ("scale x for r = 1 .. R", r"\text{scale} \; x \; \text{for} \; r = 1 \ldots R"),
     ("RG-LRU (x / 2)", r"\text{RG-LRU} \; \left(\frac{x}{2}\right)"),
@@ -84,6 +84,10 @@ step(state) -> state
   one token.
 read(state) -> output
 
+first: an array,
+  of two lines.
+second: a number.
+
 Args:
   x: D.
 
@@ -106,6 +110,10 @@ step(state) -> state
   one token.
 
 read(state) -> output
+
+* first: an array,
+  of two lines.
+* second: a number.
 
 Args:
   x: D\.

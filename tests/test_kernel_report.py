@@ -10,7 +10,7 @@ import pytest
 
 from lajax.pallas import compiled, model, programs, report
 from lajax.pallas.compiled import ARCHITECTURES, Facts
-from lajax.pallas.programs import KERNELS, WITHOUT_PRODUCTS, Case, Shape, kernels
+from lajax.pallas.programs import GATED, KERNELS, WITHOUT_PRODUCTS, Case, Shape, kernels
 
 compiles = pytest.mark.skipif(
   compiled.compiler() is None or not jax.__version__.startswith("0.10."),
@@ -68,11 +68,19 @@ def described():
   return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
-@pytest.mark.parametrize("family", KERNELS)
-def test_kernels_are_lowered_for_a_gpu(family):
+def _lowered():
+  """Yields all families; of those with time splits, the other number of splits too, which is slow."""
+  for family in KERNELS:
+    yield pytest.param(family, {"train", "decode"}, id=family)
+    if family in GATED:
+      yield pytest.param(family, {"splits", "whole"}, id=f"{family}-splits", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "wanted"), [*_lowered()])
+def test_kernels_are_lowered_for_a_gpu(family, wanted):
   """Also by versions of JAX whose compilation for a GPU cannot be looked at here."""
   made = programs.programs(family, "none", Shape(B=1, T=128, H=2), "bfloat16")
-  for name in set(made) - {"forward"}:
+  for name in wanted & set(made):
     with described():
       lowered = jax.jit(made[name].call).trace(*made[name].args).lower(lowering_platforms=("cuda",))
     names = model.kernel_names(made[name].call, *made[name].args)

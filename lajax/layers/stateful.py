@@ -129,7 +129,7 @@ def _call(
   before = [None, None] if state is None else documents.continued([state.memory, state.conv])
   y, *after = layer.advance(documents.blank_padding(x), before[0], before[1], documents)
   wanted = jax.eval_shape(
-    lambda: [layer.init_memory(len(x), dtype), layer.init_conv(len(x), dtype)]
+    lambda: [layer.init_memory(x.shape[0], dtype), layer.init_conv(x.shape[0], dtype)]
   )
   if state is None:
     settled = jax.tree.map(lambda s, like: s.astype(like.dtype), after, wanted)

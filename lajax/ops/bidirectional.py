@@ -116,7 +116,7 @@ def _document_maximum(x, segment_ids):
 
 
 class PackedDocuments(NamedTuple):
-  """How the tokens of each row fall into documents: a change of id begins a new one."""
+  """Documents of the tokens of each row: a change of id begins a new one."""
 
   document: Int[Array, "B T"]
   is_token: Bool[Array, "B T"]  # False for padding

@@ -1,4 +1,4 @@
-"""What every op does: check the arguments, choose an implementation, run it in one traced function.
+"""Runs every op: checks its arguments, chooses an implementation, computes in one traced function.
 
 An op is a row: a family of `lajax.recurrence.families`, its kernels, and what they support. All
 array work happens inside `_compute`, so that one wrapper serves explicit meshes, and one
@@ -46,7 +46,7 @@ class Op:
 
 
 class Options(NamedTuple):
-  """What a traced call is specialised to."""
+  """Static options of a traced call: each combination compiles anew."""
 
   impl: str  # never "auto"
   chunk_size: int | None = None
@@ -113,9 +113,9 @@ def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) 
     problem = op.family.problem(call)
     return problem.tokens, problem.state
 
-  return op.supports(
-    *jax.eval_shape(inputs, given.arrays, given.state, given.segment_ids), chunk_size
-  )
+  bare = lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+  arguments = jax.tree.map(bare, (given.arrays, given.state, given.segment_ids))  # on no mesh
+  return op.supports(*jax.eval_shape(inputs, *arguments), chunk_size)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -177,12 +177,12 @@ def without_padding(o: jax.Array, is_token: jax.Array | None) -> jax.Array:
 
 
 def use_kernels(impl: str, supports: Callable[[], str | None], sizes: _shapes.Sizes) -> bool:
-  """Whether kernels compute: named, or by "auto" for more than one token if they take the call."""
+  """Says whether kernels compute: named, or by "auto" for several tokens if they take them."""
   return impl == "pallas" or (sizes["T"] > 1 and pallas.wanted(impl) and supports() is None)
 
 
 def kernels_compute(impl: str, supports: Callable[[], str | None], x: jax.Array) -> bool:
-  """Whether a kernel computes an op with one form in plain JAX; refuses a named one that cannot."""
+  """Says whether a kernel computes an op; refuses a named one that cannot."""
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   if not x.size or not pallas.wanted(impl):
     return False

@@ -376,7 +376,8 @@ class _Reach(NamedTuple):
 def _reach_forwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
   lower = np.tri(len(bad), dtype=bool)
   if masks is None:
-    return _Reach(_any_seen(bad, lower), bad.any())
+    inside = _any_seen(bad, lower)
+    return _Reach(inside, inside[-1])
   inside = (masks.between & lower & bad[None]).any(1)
   return _Reach(inside, inside[-1], masks.from_start, masks.total)
 
@@ -384,7 +385,8 @@ def _reach_forwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
 def _reach_backwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
   upper = np.tri(len(bad), dtype=bool).T
   if masks is None:
-    return _Reach(_any_seen(bad, upper), bad.any())
+    inside = _any_seen(bad, upper)
+    return _Reach(inside, inside[0])
   inside = (masks.between & upper & bad[None]).any(1)
   return _Reach(inside, (masks.from_start & bad).any(), masks.to_end, masks.total)
 

@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Problem(NamedTuple):
-  """What a rule runs on, and how its results become those of the call."""
+  """Inputs of a rule, and the maps from its results to those of the call."""
 
   rule: Rule
   tokens: Any  # the rule's NamedTuple of arrays [B T ..], not yet cast
