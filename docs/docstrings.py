@@ -16,6 +16,7 @@ SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples|N
 CODE = re.compile(r"#|>>>|\bimport\b|\b(jax|jnp|lajax|L|nnx)\.\w")  # of Python, not an equation
 ARXIV = re.compile(r"\barXiv:(\d{4}\.\d{4,5})")
 DOI = re.compile(r"\bdoi:(10\.\S+\w)")
+FIELD = re.compile(r"[a-z_]+(, [a-z_]+)*: ")
 QUOTED = re.compile(r"(`[^`\n]+(?:\n[^`\n]+)?`)")
 MARK = re.compile(r"([\\|]|(?<=\S)[*]|[*](?=\S)|_(?!\w))")  # a star before a space begins an item
 ENUMERATOR = re.compile(
@@ -74,7 +75,7 @@ def restructured(lines: list[str]) -> list[str]:
   text: list[str] = []
   block: list[str] = []
   before_sections = True
-  for line in [*separated(without_hanging_indent(lines)), ""]:
+  for line in [*separated(itemized(without_hanging_indent(lines))), ""]:
     before_sections = before_sections and not SECTION.match(line)
     begins_block = line.startswith("    ") and not (text and text[-1].strip())
     if before_sections and (begins_block or (block and line.startswith("    "))):
@@ -94,6 +95,18 @@ def without_hanging_indent(lines: list[str]) -> list[str]:
   for line in lines:
     cites = bool(line.strip()) and (cites or line.startswith(("Paper:", "Papers:")))
     out.append(line.strip() if cites else line)
+  return out
+
+
+def itemized(lines: list[str]) -> list[str]:
+  """Turns a paragraph of lines "name: text", as of a dataclass's fields, into items."""
+  out: list[str] = []
+  for paragraph in re.split(r"\n(?=\s*\n)", "\n".join(lines)):
+    own = paragraph.strip("\n").splitlines()
+    starts = [line for line in own if not line.startswith(" ")]
+    if len(starts) > 1 and all(map(FIELD.match, starts)) and starts[0] == own[0]:
+      own = ["* " + line if line in starts else "  " + line.strip() for line in own]
+    out += ["", *own] if out else own
   return out
 
 

@@ -7,6 +7,7 @@ from flax import nnx
 from sphinx.util.inspect import signature, stringify_signature
 
 ARRAY = re.compile(r"(jaxlib\._jax|jax)\.Array\b")
+LAMBDA = re.compile(r"<function [\w.]*<lambda>>")
 DEFAULT = re.compile(r"<(?:class '|PjitFunction of <function )(?:\w+\.)*(\w+)'?>+")  # jnp.float32
 
 
@@ -24,4 +25,4 @@ def on_signature(app, what, name, obj, options, arguments: str | None, result: s
 
 
 def shortened(text: str | None) -> str | None:
-  return text and DEFAULT.sub(r"\1", ARRAY.sub("Array", text))
+  return text and DEFAULT.sub(r"\1", LAMBDA.sub("...", ARRAY.sub("Array", text)))

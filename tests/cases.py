@@ -216,6 +216,12 @@ def rounded(name: str, x: np.ndarray, dtype: str) -> np.ndarray:
   return np.asarray(x, np.float64 if dtype == "float64" else np.float32)
 
 
+def numbers(case_id: str, shape: Shape = BASE, rows=None, dtype: str = "float32") -> dict:
+  """Inputs in one dtype, as NumPy arrays."""
+  arrays = inputs(case_id, shape, rows)
+  return {n: jax.tree.map(functools.partial(rounded, n, dtype=dtype), x) for n, x in arrays.items()}
+
+
 def tokens(case: Case, arrays) -> tuple[int, int]:
   """(B, T)"""
   return next(x.shape[:2] for name, x in arrays.items() if name not in case.untimed)
@@ -292,19 +298,26 @@ def quick_jit(f: Callable) -> Callable:
   return jax.jit(f, compiler_options=quick())
 
 
+def call_of(case: Case, impl: str, options: tuple[tuple[str, Any], ...] = ()) -> Callable:
+  """The op of a case as (arrays, segment_ids) -> (o, state)."""
+  op = functools.partial(getattr(lajax, case.op), impl=impl, **dict(case.options + options))
+
+  def call(arrays, segment_ids=None):
+    out = op(**arrays, segment_ids=segment_ids)
+    return out if case.stateful else (out, ())
+
+  return call
+
+
 @functools.cache
 def compiled(
   case: Case, impl: str, options: tuple[tuple[str, Any], ...] = (), optimize: bool = False
 ) -> Callable:
   """Jitted (arrays, segment_ids, cotangents) -> ((o, state), gradients)."""
-  op = functools.partial(getattr(lajax, case.op), impl=impl, **dict(case.options + options))
+  call = call_of(case, impl, options)
 
   def run(arrays, segment_ids, cts):
-    def outputs(arrays):
-      out = op(**arrays, segment_ids=segment_ids)
-      return out if case.stateful else (out, ())
-
-    out, pull = jax.vjp(outputs, arrays)
+    out, pull = jax.vjp(lambda arrays: call(arrays, segment_ids), arrays)
     return out, pull(jax.tree.map(lambda ct, x: ct.astype(x.dtype), cts, out))[0]
 
   return jax.jit(run, compiler_options=None if optimize else quick())

@@ -1,4 +1,4 @@
-"""Softmax attention beyond its equation: numbers that are not finite, half precision, arguments, tracing.
+"""Softmax attention beyond its equation: NaN, half precision, wrong arguments, tracing.
 
 The equation itself, every implementation against it, and the laws are rows of `cases.CASES`.
 """

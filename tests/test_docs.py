@@ -84,6 +84,10 @@ step(state) -> state
   one token.
 read(state) -> output
 
+first: an array,
+  of two lines.
+second: a number.
+
 Args:
   x: D.
 
@@ -106,6 +110,10 @@ step(state) -> state
   one token.
 
 read(state) -> output
+
+* first: an array,
+  of two lines.
+* second: a number.
 
 Args:
   x: D\.

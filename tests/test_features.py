@@ -255,17 +255,6 @@ def test_lightning_forgets_less_in_later_layers():
     L.Lightning(D, layer_index=4, num_layers=4, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("make", [
-  lambda: L.Performer(D, num_features=0, rngs=nnx.Rngs(0)),
-  lambda: L.CosFormer(D, max_length=0, rngs=nnx.Rngs(0)),
-  lambda: L.HGRN(D, width=0, rngs=nnx.Rngs(0)),
-  *(lambda kind=kind: kind(D, head_dim=0, rngs=nnx.Rngs(0)) for kind in (L.Based, L.ReBased, L.Hedgehog, L.Lightning, L.HGRN2)),
-])  # fmt: skip
-def test_sizes_must_be_positive(make):
-  with pytest.raises(ValueError, match="must be a whole number of at least 1"):
-    make()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "kind", [L.Performer, L.CosFormer, L.Based, L.ReBased, L.Hedgehog], ids=lambda kind: kind.__name__

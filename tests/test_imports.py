@@ -29,7 +29,7 @@ ALLOWED = {
   "ops": BASE | {"recurrence", "pallas"},
   "tasks": BASE,
   "cost": BASE | {"_operations"},
-  "layers": BASE | {"recurrence", "pallas", "ops", "lajax"},
+  "layers": BASE | {"recurrence", "ops", "lajax"},
   "models": BASE | {"recurrence", "ops", "layers", "lajax"},
   "__init__": BASE | {"ops"},
 }

@@ -40,13 +40,22 @@ WRONG_BY_NAME = {
 }
 
 
+def parameters(layer) -> dict[str, inspect.Parameter]:
+  return dict(list(inspect.signature(layer.__init__).parameters.items())[1:])
+
+
 def options_of(layer) -> dict[str, tuple]:
   """Wrong values for every option."""
   found = {}
-  for name, option in inspect.signature(layer).parameters.items():
+  for name, option in parameters(layer).items():
     kind = inspect.formatannotation(option.annotation)
     found[name] = WRONG_BY_NAME.get(name) or WRONG[kind]
   return found
+
+
+def made(layer, *sizes, **options):
+  """A layer that is traced only; the random streams begin inside the trace."""
+  return nnx.eval_shape(lambda: layer(*sizes, **({"rngs": nnx.Rngs(0)} | options)))
 
 
 def refusal(make) -> str | None:
@@ -63,20 +72,18 @@ def refusal(make) -> str | None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_wrong_options(name):
   layer, unclear = CLASSES[name], []
-  width = next(iter(inspect.signature(layer).parameters))
+  width = next(iter(parameters(layer)))
   for option, values in options_of(layer).items():
     for value in values:
-      given = {width: D, "rngs": nnx.Rngs(0)} | {option: value}
-      message = refusal(lambda given=given: nnx.eval_shape(lambda: layer(**given)))
+      given = {width: D, option: value}
+      message = refusal(lambda given=given: made(layer, **given))
       if message is None or f"`{option}`" not in message or "; got" not in message:
         unclear.append((option, value, message))
   assert not unclear
 
 
 def test_messages_name_what_is_wrong_between_options():
-  make = lambda layer, *sizes, **options: refusal(
-    lambda: nnx.eval_shape(lambda: layer(D, *sizes, **options, rngs=nnx.Rngs(0)))
-  )
+  make = lambda layer, *sizes, **options: refusal(lambda: made(layer, D, *sizes, **options))
   for message, words in [
     (make(L.SoftmaxAttention, 4, 8, num_kv_heads=3), "`num_kv_heads` must divide num_heads = 4; got 3"),
     (make(L.SoftmaxAttention, 2, 7, rope_theta=1e4), "`head_dim` must be even"),
@@ -127,9 +134,14 @@ def test_wrong_arguments_of_a_call(case):
 # --- strict flags ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in EACH])
 @pytest.mark.parametrize(
-  "options", [{}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}], ids=str
+  "options",
+  [
+    pytest.param({}, id="float32"),
+    pytest.param({"param_dtype": jnp.bfloat16}, id="bfloat16"),
+    pytest.param({"dtype": jnp.bfloat16}, id="computation", marks=pytest.mark.slow),
+  ],
 )
 def test_strict_promotion(case, options):
   """Calls and gradients trace where JAX promotes no rank and no dtype: float32, and bfloat16 in two ways."""
@@ -138,16 +150,18 @@ def test_strict_promotion(case, options):
   x = jax.ShapeDtypeStruct((2, 3, D), dtype)
   ids = np.zeros((2, 3), np.int32)
 
-  def step(params, x, state):
+  def step(params, x):
     def loss(params, x):
-      y, after = nnx.merge(graph, params)(x, state, segment_ids=ids)
-      return y.astype(jnp.float32).sum(), (y, after)
+      layer = nnx.merge(graph, params)
+      _, state = layer(x)
+      y, after = layer(x, state, segment_ids=ids)
+      return y.astype(jnp.float32).sum(), (y, state, after)
 
     return jax.grad(loss, (0, 1), has_aux=True)(params, x)
 
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    _, (y, *states) = jax.eval_shape(step, params, x)
     state = jax.eval_shape(lambda p: nnx.merge(graph, p).init_state(2, dtype=dtype), params)
-    for before in (None, state):
-      _, (y, after) = jax.eval_shape(step, params, x, before)
-      assert y.dtype == dtype
-      assert jax.tree.map(lambda s: s.dtype, after) == jax.tree.map(lambda s: s.dtype, state)
+  assert y.dtype == dtype
+  for found in states:
+    assert jax.tree.map(lambda s: s.dtype, found) == jax.tree.map(lambda s: s.dtype, state)

@@ -7,12 +7,10 @@ the incoming state.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BUDGET, relative_rms
-from flax import nnx
-from layer_cases import CASES, PLAIN, B, D, Result, T, abstract, compiled, floats
+from layer_cases import CASES, PLAIN, B, Result, T, compiled, floats
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -195,20 +193,3 @@ def test_a_call_without_ids_continues_the_last_document(case):
   agree(got, want[:, half - 17 : T - 17], "value")
   np.testing.assert_array_equal(state.segment, np.ones(B))
   np.testing.assert_array_equal(state.length, np.full(B, T - 17))
-
-
-@every_layer
-def test_state_has_one_shape(case):
-  graph, params = abstract(case)
-  init = nnx.merge(graph, params).init_state(B)
-  like = lambda tree: jax.tree.map(lambda s: (s.shape, s.dtype), tree)
-  for dtype, length, state, ids in [
-    (jnp.float32, 1, init, None),
-    (jnp.float64, 2, init, np.zeros((B, 2), np.int32)),
-    (jnp.bfloat16, 5, None, np.zeros((B, 5), np.int32)),
-  ]:
-    x = jax.ShapeDtypeStruct((B, length, D), dtype)
-    call = lambda p, x, state=state, ids=ids: nnx.merge(graph, p)(x, state, segment_ids=ids)
-    y, new = jax.eval_shape(call, params, x)
-    assert y.shape == x.shape
-    assert like(new) == like(init)

@@ -297,7 +297,7 @@ def test_state_is_measured_whole(mixer):
     "hedgehog": 32,
   }.items():
     own[name] += 4 * (F * (64 + 1) - 16 * 64)
-  own["performer"] += 4  # the largest key so far
+  own["performer"] += 4 * 64  # a maximum per feature
   own["hgrn"] = 4 * 64 + 4 * 3 * (64 + 64)
   own["delta_product"] += 4 * 3 * (16 + 64)  # R = 2 keys and values a token
   own["mlstm"] += 4 * (16 + 1) - 4 * 3 * 64  # n and m; values are not convolved

@@ -26,7 +26,7 @@ def run(graph, ids, arrays, cts):
       return layer(*arrays)
     x, cache = arrays
     documents = follow(layer.init_state(x.shape[0])._replace(conv=cache), x.shape[:2], ids)
-    return layer.convolve(documents.only_real(x), cache, documents)
+    return layer.convolve(documents.blank_padding(x), cache, documents)
 
   out, pull = jax.vjp(f, *arrays)
   return out, pull(jax.tree.map(lambda ct, x: ct.astype(x.dtype), cts, out))
@@ -142,10 +142,10 @@ def test_short_conv_supports():
   )
 
 
-def test_mixers_hand_their_form_to_the_convolution():
+def test_mixers_hand_their_implementation_to_the_convolutions():
   layer = nnx.eval_shape(lambda: L.GLA(16, 2, 8, conv_size=4, impl="pallas", rngs=nnx.Rngs(0)))
   assert layer.conv is not None
-  assert layer.conv.impl == "pallas"
+  assert {layer.conv[name].impl for name in "qkv"} == {"pallas"}
 
 
 # --- the gated norm -------------------------------------------------------------------------------

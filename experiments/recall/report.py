@@ -220,7 +220,7 @@ def accuracy_over_steps(lines: list[dict]) -> Figure:
       axis.fill_between(steps, low, high, color=style[mixer]["color"], alpha=0.15, linewidth=0)
     axis.set_title(f"{rows_label(rows)}\nmodel width {d_model}", fontsize=10)
     axis.set(xlabel="training steps", ylabel="accuracy on held-out rows", ylim=(0, 1.02))
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axis.grid(alpha=0.3)
   _legend(figure)
   return figure
@@ -244,7 +244,10 @@ def accuracy_against_state(lines: list[dict], preset: Preset) -> Figure:
       all_seeds = [[line["accuracy"] for line in seeds] for seeds in points]
       below = [value - min(seeds) for value, seeds in zip(y, all_seeds, strict=True)]
       above = [max(seeds) - value for value, seeds in zip(y, all_seeds, strict=True)]
-      axis.errorbar(x, y, yerr=[below, above], marker="o", capsize=3, **style[mixer])
+      # Later mixers are drawn smaller, so that equal points show as rings.
+      behind = (len(style) - list(style).index(mixer)) / len(style)
+      marker = dict(marker="o", markersize=4 + 9 * behind, capsize=3)
+      axis.errorbar(x, y, yerr=[below, above], **marker, **style[mixer])
       sizes += x
     for published in preset.published:
       for mixer, figures in published.accuracy.items() if published.axis == "state_bytes" else ():

@@ -1,7 +1,8 @@
 """Flax NNX layers: parameters, projections, gates and caches around the operations of `lajax`.
 
-Every layer is `layer(x, state=None, *, segment_ids=None) -> (y, state)`, and `layer.init_state(batch)` gives the state before
-the first token. Any split of a sequence into calls that pass the state on gives the same as one call.
+Every layer is `layer(x, state=None, *, segment_ids=None) -> (y, state)`, and
+`layer.init_state(batch)` gives the state before the first token. Any split of a sequence into calls
+that pass the state on gives the same as one call.
 """
 
 from lajax.layers.based import Based, ReBased

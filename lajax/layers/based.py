@@ -10,29 +10,31 @@ from lajax.layers.parameters import widen
 
 
 class Based(KernelAttention):
-  """Attention with the second Taylor polynomial of exp as its kernel; narrow keys, since the state grows as K^2.
+  """Attention whose kernel is the second Taylor polynomial of exp; the state grows as K^2.
 
       phi(q) . phi(k) = 1 + s + s^2 / 2, s = q . k / sqrt K ;  F = 1 + K + K^2
-      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t) ;  o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
+      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t)
+      o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
 
-  The paper's model has these layers and softmax attention in a short window in turn: `SoftmaxAttention(window=...)`.
+  The paper's model has these layers and softmax attention in a short window in turn:
+  `SoftmaxAttention(window=...)`.
 
   Args:
     d_model: D.
     num_heads: H.
     head_dim: K.
     expand_v: V / K.
-    conv_size: the width of a short convolution on q, k, v; None (the default) for none.
-    impl, chunk_size: passed on to `lajax.normalized_linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    conv_size: width of a short convolution on q, k, v; None (the default) for none.
+    impl, chunk_size: of `lajax.normalized_linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: S. Arora et al., "Simple linear attention language models balance the recall-throughput tradeoff", 2024,
-  arXiv:2402.18668, section 4.1.
+  Paper: S. Arora et al., "Simple linear attention language models balance the recall-throughput
+  tradeoff", 2024, arXiv:2402.18668, section 4.1.
   """
 
   def __init__(
@@ -69,30 +71,36 @@ class Based(KernelAttention):
 
 
 class ReBased(KernelAttention):
-  """Attention with a square as its kernel, of normed queries and keys under a learned affine map: weights can be zero.
+  """Attention whose kernel is a square, of normed queries and keys under a learned affine map.
 
-      phi(q) . phi(k) = (q' . k')^2 / K, q' = gamma_q * norm(q) + beta_q, k' = gamma_k * norm(k) + beta_k ;  F = K (K + 1) / 2
-      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t) ;  o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
+  So weights can be zero.
 
-  norm is LayerNorm over K; the square of a vector, in the paper (gamma * norm(x) + beta)^2, is all products of two channels.
+      phi(q) . phi(k) = (q' . k')^2 / K
+      q' = gamma_q * norm(q) + beta_q, k' = gamma_k * norm(k) + beta_k
+      F = K (K + 1) / 2
+      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t)
+      o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
+
+  norm is LayerNorm over K; the square of a vector, in the paper (gamma * norm(x) + beta)^2, is all
+  products of two channels.
 
   Args:
     d_model: D.
     num_heads: H; they share gamma and beta.
     head_dim: K.
     expand_v: V / K.
-    conv_size: the width of a short convolution on q, k, v; None (the default) for none.
+    conv_size: width of a short convolution on q, k, v; None (the default) for none.
     norm_eps: of LayerNorm.
-    impl, chunk_size: passed on to `lajax.normalized_linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; gamma and beta are float32 at least.
-    rngs: the random streams of the parameters.
+    impl, chunk_size: of `lajax.normalized_linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; gamma and beta are float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: Y. Aksenov et al., "Linear Transformers with Learnable Kernel Functions are Better In-Context Models", 2024,
-  arXiv:2402.10644, its kernel with learnable scale and shift.
+  Paper: Y. Aksenov et al., "Linear Transformers with Learnable Kernel Functions are Better
+  In-Context Models", 2024, arXiv:2402.10644, its kernel with learnable scale and shift.
   """
 
   def __init__(

@@ -1,4 +1,4 @@
-"""Linear attention that is not causal, for encoders: no state, since every token reads the whole document."""
+"""Linear attention that is not causal, for encoders: each token reads the whole document."""
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,9 @@ def _call(layer: _Bidirectional, x: Array, state: None, segment_ids) -> tuple[Ar
 
 
 class EfficientAttention(_Bidirectional):
-  """Attention whose queries read a K by V summary of the whole document. Not causal: `layer(x, *, segment_ids=None) -> y`.
+  """Attention whose queries read a K by V summary of the whole document.
+
+  Not causal: `layer(x, *, segment_ids=None) -> y`.
 
       G = rho_k(K)^T V ,  O = rho_q(Q) G ;  Q, K, V = x W ;  y = O W_o
 
@@ -95,17 +97,18 @@ class EfficientAttention(_Bidirectional):
     d_model: D.
     num_heads: H.
     head_dim: K.
-    normalization: "softmax" (rho_q over the channels of a query, rho_k over the tokens of the document), or "scaling" (by
-      1 / sqrt n both: O = Q K^T V / n).
+    normalization: "softmax" (rho_q over the channels of a query, rho_k over the tokens of the
+      document), or "scaling" (by 1 / sqrt n both: O = Q K^T V / n).
     expand_v: V / K.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: Z. Shen et al., "Efficient Attention: Attention with Linear Complexities", 2018, arXiv:1812.01243, equations 3 to 6.
+  Paper: Z. Shen et al., "Efficient Attention: Attention with Linear Complexities", 2018,
+  arXiv:1812.01243, equations 3 to 6.
   """
 
   def __init__(
@@ -131,24 +134,25 @@ class EfficientAttention(_Bidirectional):
 class BidirectionalLinearAttention(_Bidirectional):
   """`LinearAttention` over the whole document. Not causal: `layer(x, *, segment_ids=None) -> y`.
 
-      o_i = S^T phi(q_i) / (z . phi(q_i)), S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j) over all tokens j ;  y = o W_o
+      S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j) over all tokens j
+      o_i = S^T phi(q_i) / (z . phi(q_i)) ;  y = o W_o
 
   Args:
     d_model: D.
     num_heads: H.
     head_dim: K; the feature map may widen it.
-    feature_map: "elu+1", "relu", "exp" (of x / sqrt K, computed relative to the maximum), "identity", "taylor2", or a
-      function [.. K] -> [.. F] without parameters.
+    feature_map: "elu+1", "relu", "exp" (of x / sqrt K, computed relative to the maximum),
+      "identity", "taylor2", or a function [.. K] -> [.. F] without parameters.
     expand_v: V / K.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range, or an unknown feature map.
 
-  Paper: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention", 2020,
-  arXiv:2006.16236, equation 5.
+  Paper: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with
+  Linear Attention", 2020, arXiv:2006.16236, equation 5.
   """
 
   def __init__(

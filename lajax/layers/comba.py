@@ -12,9 +12,10 @@ from lajax.ops import dplr
 
 
 class Comba(Mixer):
-  """A delta rule with feedback of the un-decayed state, read by a key of its own strength, and a corrected query.
+  """A delta rule with feedback of the un-decayed state, and a corrected query.
 
-      u_t = beta_t (v_t - S_{t-1}^T p_t) ;  S_t = e^(g_t) S_{t-1} + k_t u_t^T ;  o_t = K^(-1/2) S_t^T (q_t - D_h p_t)
+      u_t = beta_t (v_t - S_{t-1}^T p_t) ;  S_t = e^(g_t) S_{t-1} + k_t u_t^T
+      o_t = K^(-1/2) S_t^T (q_t - D_h p_t)
       p = sigmoid(d_h) k, g = -exp(A_log) softplus(x W_a + dt_bias), beta = sigmoid(x W_beta)
       y = (RMSNorm(o) * silu(x W_g)) W_o,  q, k = l2norm(silu(conv(x W))), v = silu(conv(x W))
 
@@ -23,20 +24,21 @@ class Comba(Mixer):
     num_heads: H.
     head_dim: K.
     expand_v: V / K.
-    conv_size: the width of the short convolution on q, k, v; None for none.
+    conv_size: width of the short convolution on q, k, v; None for none.
     use_gate: multiply the normed outputs by silu(x W_g).
     correct_outputs: read with q - D p instead of q.
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.dplr`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; A_log, dt_bias, d, D and the norm's weight are float32 at least.
-    rngs: the random streams of the parameters. A ~ U(0, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1], d = D = 1.
+    impl, chunk_size: of `lajax.dplr`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; A_log, dt_bias, d, D and the norm's weight are float32 at least.
+    rngs: random streams of the initial parameters. A ~ U(0, 16), softplus(dt_bias) log-uniform in
+      [1e-3, 1e-1], d = D = 1.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: J. Hu et al., "Comba: Improving Bilinear RNNs with Closed-loop Control", 2025, arXiv:2506.02475, its recurrence
-  of a scalar plus low rank with output correction.
+  Paper: J. Hu et al., "Comba: Improving Bilinear RNNs with Closed-loop Control", 2025,
+  arXiv:2506.02475, its recurrence of a scalar plus low rank with output correction.
   """
 
   def __init__(

@@ -11,13 +11,15 @@ from lajax.layers.parameters import widen
 
 
 class CosFormer(KernelAttention):
-  """Attention with the kernel relu(q_i) . relu(k_j) cos(pi (i - j) / 2M), which weighs near tokens more.
+  """Attention with the kernel relu(q_i) . relu(k_j) cos(pi (i - j) / 2M): near tokens weigh more.
 
       phi(x_i) = [relu(x_i) cos(pi i / 2M), relu(x_i) sin(pi i / 2M)]
-      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t) ;  o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
+      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t)
+      o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
 
-  Positions i = 0, 1, .. count from each document's start, over all calls. From i = M on, weights would be negative: such a
-  token is a ValueError; under jit, where the length cannot be seen, its output is NaN.
+  Positions i = 0, 1, .. count from each document's start, over all calls. From i = M on, weights
+  would be negative: such a token is a ValueError; under jit, where the length cannot be seen, its
+  output is NaN.
 
   Args:
     d_model: D.
@@ -25,17 +27,17 @@ class CosFormer(KernelAttention):
     head_dim: K; the features are F = 2 K.
     max_length: M, the tokens of the longest document.
     expand_v: V / K.
-    conv_size: the width of a short convolution on q, k, v; None (the default) for none.
-    impl, chunk_size: passed on to `lajax.normalized_linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    conv_size: width of a short convolution on q, k, v; None (the default) for none.
+    impl, chunk_size: of `lajax.normalized_linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range, or a document is longer than max_length.
 
-  Paper: Z. Qin et al., "cosFormer: Rethinking Softmax in Attention", 2022, arXiv:2202.08791, the cos-based
-  re-weighting of its linear form.
+  Paper: Z. Qin et al., "cosFormer: Rethinking Softmax in Attention", 2022, arXiv:2202.08791, the
+  cos-based re-weighting of its linear form.
   """
 
   def __init__(

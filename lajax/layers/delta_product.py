@@ -12,10 +12,12 @@ from lajax.ops import delta_product
 
 
 class DeltaProduct(Mixer):
-  """R delta steps a token: the transition is a decay times a product of R Householder-like factors.
+  """R delta steps per token: the transition is a decay times R Householder-like factors.
 
-      S_t = e^(g_t) S_{t-1}, then for r = 1 .. R: S_t += beta_tr k_tr (v_tr - S_t^T k_tr)^T ;  o_t = K^(-1/2) S_t^T q_t
-      g = -exp(A_log) softplus(x W_a + dt_bias), beta = 2 sigmoid(x W_beta), y = (RMSNorm(o) * silu(x W_g)) W_o
+      S_t = e^(g_t) S_{t-1}, then for r = 1 .. R: S_t += beta_tr k_tr (v_tr - S_t^T k_tr)^T
+      o_t = K^(-1/2) S_t^T q_t
+      g = -exp(A_log) softplus(x W_a + dt_bias), beta = 2 sigmoid(x W_beta)
+      y = (RMSNorm(o) * silu(x W_g)) W_o
       q, k = l2norm(silu(conv(x W))), v = silu(conv(x W))
 
   Args:
@@ -24,21 +26,22 @@ class DeltaProduct(Mixer):
     head_dim: K.
     num_householder: R.
     expand_v: V / K.
-    conv_size: the width of the short convolution on q, k, v; None for none.
+    conv_size: width of the short convolution on q, k, v; None for none.
     use_decay: e^(g_t) before the steps (Gated DeltaProduct); without it, DeltaProduct.
     use_gate: multiply the normed outputs by silu(x W_g).
     allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1).
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.delta_product`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; A_log, dt_bias and the norm's weight are float32 at least.
-    rngs: the random streams of the parameters. A ~ U(0, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    impl, chunk_size: of `lajax.delta_product`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; A_log, dt_bias and the norm's weight are float32 at least.
+    rngs: random streams of the initial parameters. A ~ U(0, 16), softplus(dt_bias) log-uniform in
+      [1e-3, 1e-1].
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: J. Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products", 2025,
-  arXiv:2502.10297, equation 4.
+  Paper: J. Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder
+  Products", 2025, arXiv:2502.10297, equation 4.
   """
 
   def __init__(

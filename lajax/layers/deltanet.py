@@ -15,28 +15,30 @@ class DeltaNet(Mixer):
   """Linear attention that corrects what the state would answer, instead of adding to it.
 
       S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T ;  o_t = K^(-1/2) S_t^T q_t
-      q, k = l2norm(silu(conv(x W))), v = silu(conv(x W)), beta = sigmoid(x W_beta), y = RMSNorm(o) W_o
+      q, k = l2norm(silu(conv(x W))), v = silu(conv(x W)), beta = sigmoid(x W_beta)
+      y = RMSNorm(o) W_o
 
   Args:
     d_model: D.
     num_heads: H.
     head_dim: K.
     expand_v: V / K.
-    conv_size: the width of the short convolution on q, k, v; None for none.
+    conv_size: width of the short convolution on q, k, v; None for none.
     use_gate: multiply the normed outputs by silu(x W_g).
-    allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1), so that I - beta k k^T may have the eigenvalue -1.
+    allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1), so that I - beta k k^T may have
+      the eigenvalue -1.
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.delta_rule`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    impl, chunk_size: of `lajax.delta_rule`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: S. Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024,
-  arXiv:2406.06484, section 3.3; beta in (0, 2): R. Grazzi et al., "Unlocking State-Tracking in Linear RNNs Through Negative
-  Eigenvalues", 2024, arXiv:2411.12537.
+  Paper: S. Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence
+  Length", 2024, arXiv:2406.06484, section 3.3; beta in (0, 2): R. Grazzi et al., "Unlocking
+  State-Tracking in Linear RNNs Through Negative Eigenvalues", 2024, arXiv:2411.12537.
   """
 
   def __init__(

@@ -45,10 +45,10 @@ def identity(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
 
 @in_float32
 def taylor2(x: Float[Array, "... K"]) -> Float[Array, "... 1+K+K*K"]:
-  """phi(q) . phi(k) = 1 + s + s^2 / 2 with s = q . k / sqrt K: the second Taylor polynomial of exp(s), positive.
+  """Second Taylor polynomial of exp(s): phi(q) . phi(k) = 1 + s + s^2 / 2, s = q . k / sqrt K.
 
-  Paper: S. Arora et al., "Simple linear attention language models balance the recall-throughput tradeoff" (Based), 2024,
-  arXiv:2402.18668, section 4.1.
+  Paper: S. Arora et al., "Simple linear attention language models balance the recall-throughput
+  tradeoff" (Based), 2024, arXiv:2402.18668, section 4.1.
   """
   x = x * x.shape[-1] ** -0.25
   squares = jax.lax.collapse(x[..., :, None] * x[..., None, :], x.ndim - 1)
@@ -65,10 +65,12 @@ def squares(x: Float[Array, "... K"]) -> Float[Array, "... K*(K+1)/2"]:
 
 @in_float32
 def dpfp(x: Float[Array, "... K"], nu: int = 1) -> Float[Array, "... 2*K*nu"]:
-  """Deterministic parameter-free projection: phi(x) = (r_i r_{i-j}) for j = 1 .. nu, r = relu(x, -x), indices modulo 2 K.
+  """Deterministic parameter-free projection: phi(x) = (r_i r_{i-j}), r = relu(x, -x).
 
-  Paper: I. Schlag, K. Irie, J. Schmidhuber, "Linear Transformers Are Secretly Fast Weight Programmers", 2021,
-  arXiv:2102.11174, equation 37.
+  For j = 1 .. nu, indices modulo 2 K.
+
+  Paper: I. Schlag, K. Irie, J. Schmidhuber, "Linear Transformers Are Secretly Fast Weight
+  Programmers", 2021, arXiv:2102.11174, equation 37.
   """
   r = jax.nn.relu(jnp.concatenate([x, -x], axis=-1))
   return jnp.concatenate([r * jnp.roll(r, j, axis=-1) for j in range(1, nu + 1)], axis=-1)
@@ -77,7 +79,7 @@ def dpfp(x: Float[Array, "... K"], nu: int = 1) -> Float[Array, "... 2*K*nu"]:
 def orthogonal_projection(
   key: Array, width: int, count: int, dtype=jnp.float32
 ) -> Float[Array, "K M"]:
-  """M directions w of N(0, I_K), exactly orthogonal in each block of K; a length is that of an independent Gaussian vector."""
+  """Draws M directions of N(0, I_K), orthogonal in each block of K, of Gaussian lengths."""
   blocks = -(-count // width)
   directions, lengths = jax.random.normal(key, (2, blocks, width, width), dtype)
   q, r = jnp.linalg.qr(directions)
@@ -92,7 +94,8 @@ def favor_features(
 ) -> Float[Array, "... M"]:
   """The logarithms of the M positive random features of FAVOR+.
 
-      log phi(x)_m = w_m . x' - |x'|^2 / 2 - log(M) / 2,  x' = x / K^(1/4) ;  E[phi(q) . phi(k)] = exp(q . k / sqrt K)
+      log phi(x)_m = w_m . x' - |x'|^2 / 2 - log(M) / 2,  x' = x / K^(1/4)
+      E[phi(q) . phi(k)] = exp(q . k / sqrt K)
 
   Args:
     x: [.. K].
@@ -101,8 +104,8 @@ def favor_features(
   Returns:
     [.. M], in float32 at least; float64 where an argument is.
 
-  Paper: K. Choromanski et al., "Rethinking Attention with Performers", 2020, arXiv:2009.14794, equation 7 (lemma 1), and
-  section 2.4 for the orthogonal directions.
+  Paper: K. Choromanski et al., "Rethinking Attention with Performers", 2020, arXiv:2009.14794,
+  equation 7 (lemma 1), and section 2.4 for the orthogonal directions.
   """
   dtype = accumulation_dtype(x, projection)
   x = x.astype(dtype) * x.shape[-1] ** -0.25

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from lajax._numerics import NEGLIGIBLE
-from lajax._shapes import check_flag, check_whole
+from lajax._shapes import check_flag, check_number, check_whole
 from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated, key_heads
 from lajax.layers.parameters import aligned, promoted, widen
 from lajax.layers.state import CallDocuments
@@ -23,15 +23,15 @@ class ForgettingAttention(CachedMixer):
       f = sigmoid(x W_f + b_f) ;  y = o W_o, or (o * sigmoid(x W_g)) W_o
 
   The state holds the keys, values and log forget gates of the current document, `state.memory =
-  (k, v, log_f)`, with S = `max_length` places. A token that does not fit is a ValueError; under jit,
-  where the length cannot be seen, its output is NaN.
+  (k, v, log_f)`, with S = `max_length` places. A token that does not fit is a ValueError; under
+  jit, where the length cannot be seen, its output is NaN.
 
   Args:
     d_model: D.
     num_heads: H, of the queries and the gates.
     head_dim: K.
     num_kv_heads: HK, of the keys and values, a divisor of H; None for H.
-    max_length: tokens of a document that the cache holds; a first call with more makes room for them.
+    max_length: tokens of a document that the cache holds; a longer first call makes room for all.
     qk_norm: RMSNorm on the queries and keys of each head.
     output_gate: multiply the outputs by sigmoid(x W_g).
     conv_size: width of short convolutions, without activation, on q, k, v; None for none.
@@ -69,6 +69,7 @@ class ForgettingAttention(CachedMixer):
     H, K = check_whole("num_heads", num_heads), check_whole("head_dim", head_dim)
     HK = key_heads(H, num_kv_heads)
     self.max_length = check_whole("max_length", max_length)
+    check_number("norm_eps", norm_eps, 0)
     check_flag("qk_norm", qk_norm)
     check_flag("output_gate", output_gate)
     projections = {"q": (H, K), "k": (HK, K), "v": (HK, K), "f": (H,)}
@@ -144,7 +145,7 @@ class ForgettingAttention(CachedMixer):
 def _with_bias(
   q: Float[Array, "B 1 H K"], k: Float[Array, "B S HK K"], log_f: Float[Array, "B S H"]
 ):
-  """Returns queries and keys whose products are q . k / sqrt K + the sum of the gates after the key.
+  """Returns queries and keys with products q . k / sqrt K + the sum of the gates after the key.
 
   They are wider by one channel for each of the G heads that share a key.
   """

@@ -12,10 +12,11 @@ from lajax.ops import delta_rule
 
 
 class GatedDeltaNet(Mixer):
-  """The delta rule on a state that decays, with one decay a head.
+  """The delta rule on a state that decays, with one decay per head.
 
       S_t = e^(g_t) S_{t-1} ;  S_t += beta_t k_t (v_t - S_t^T k_t)^T ;  o_t = K^(-1/2) S_t^T q_t
-      g = -exp(A_log) softplus(x W_a + dt_bias), beta = sigmoid(x W_beta), y = (RMSNorm(o) * silu(x W_g)) W_o
+      g = -exp(A_log) softplus(x W_a + dt_bias), beta = sigmoid(x W_beta)
+      y = (RMSNorm(o) * silu(x W_g)) W_o
       q, k = l2norm(silu(conv(x W))), v = silu(conv(x W))
 
   Args:
@@ -24,20 +25,21 @@ class GatedDeltaNet(Mixer):
     head_dim: K.
     num_v_heads: HV, of the values, gates and states, a multiple of H; None for H.
     expand_v: V / K.
-    conv_size: the width of the short convolution on q, k, v; None for none.
+    conv_size: width of the short convolution on q, k, v; None for none.
     use_gate: multiply the normed outputs by silu(x W_g).
     allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1).
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.delta_rule`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; A_log, dt_bias and the norm's weight are float32 at least.
-    rngs: the random streams of the parameters. A ~ U(0, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    impl, chunk_size: of `lajax.delta_rule`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; A_log, dt_bias and the norm's weight are float32 at least.
+    rngs: random streams of the initial parameters. A ~ U(0, 16), softplus(dt_bias) log-uniform in
+      [1e-3, 1e-1].
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
-  arXiv:2412.06464, equation 10.
+  Paper: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta
+  Rule", 2024, arXiv:2412.06464, equation 10.
   """
 
   def __init__(

@@ -1,4 +1,4 @@
-"""Gated DeltaNet 2: erase and write gates a channel."""
+"""Gated DeltaNet 2: erase and write gates per channel."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ from lajax.ops import delta_rule
 
 
 class GatedDeltaNet2(Mixer):
-  """The gated delta rule whose strength is two gates: how much of each key channel is erased, of each value channel written.
+  """The gated delta rule with a strength of erasing per key channel, of writing per value channel.
 
-      S_t = Diag(e^(g_t)) S_{t-1} ;  S_t += k_t (w_t * v_t - S_t^T (b_t * k_t))^T ;  o_t = K^(-1/2) S_t^T q_t
-      b = sigmoid(x W_b) [H K], w = sigmoid(x W_w) [H V], g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias)
+      S_t = Diag(e^(g_t)) S_{t-1} ;  S_t += k_t (w_t * v_t - S_t^T (b_t * k_t))^T
+      o_t = K^(-1/2) S_t^T q_t
+      b = sigmoid(x W_b) [H K], w = sigmoid(x W_w) [H V]
+      g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias)
       y = (RMSNorm(o) * silu(x W_g)) W_o,  q, k = l2norm(silu(conv(x W))), v = silu(conv(x W))
 
   Args:
@@ -24,19 +26,21 @@ class GatedDeltaNet2(Mixer):
     head_dim: K.
     expand_v: V / K.
     gate_rank: the rank of the projection to the decay; None for V.
-    conv_size: the width of the short convolution on q, k, v; None for none.
+    conv_size: width of the short convolution on q, k, v; None for none.
     use_gate: multiply the normed outputs by silu(x W_g).
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.delta_rule`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; A_log [H], dt_bias [H K] and the norm's weight are float32 at least.
-    rngs: the random streams of the parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    impl, chunk_size: of `lajax.delta_rule`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; A_log [H], dt_bias [H K] and the norm's weight are float32 at
+      least.
+    rngs: random streams of the initial parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in
+      [1e-3, 1e-1].
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: the parameterisation of Kimi Team, "Kimi Linear", 2025, arXiv:2510.26692, equation 1, with its write strength beta
-  split in two, as Gated DeltaNet 2 does.
+  Paper: the parameterisation of Kimi Team, "Kimi Linear", 2025, arXiv:2510.26692, equation 1, with
+  its write strength beta split in two, as Gated DeltaNet 2 does.
   """
 
   def __init__(

@@ -12,10 +12,12 @@ from lajax.ops import gated_oja
 
 
 class GatedOja(Mixer):
-  """Oja's rule on a state that decays channel by channel on the value side: Gated DeltaNet's transpose.
+  """Oja's rule on a state that decays per value channel: Gated DeltaNet's transpose.
 
-      S_t = S_{t-1} Diag(e^(g_t)) ;  S_t += (k_t - S_t v_t) (beta_t v_t)^T ;  o_t = K^(-1/2) S_t^T q_t
-      g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias), beta = sigmoid(x W_beta), y = (RMSNorm(o) * silu(x W_g)) W_o
+      S_t = S_{t-1} Diag(e^(g_t)) ;  S_t += (k_t - S_t v_t) (beta_t v_t)^T
+      o_t = K^(-1/2) S_t^T q_t
+      g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias), beta = sigmoid(x W_beta)
+      y = (RMSNorm(o) * silu(x W_g)) W_o
       q, k = silu(conv(x W)), v = l2norm(silu(conv(x W)))
 
   Args:
@@ -24,19 +26,21 @@ class GatedOja(Mixer):
     head_dim: K.
     expand_v: V / K.
     gate_rank: the rank of the projection to the decay; None for V.
-    conv_size: the width of the short convolution on q, k, v; None for none.
+    conv_size: width of the short convolution on q, k, v; None for none.
     use_gate: multiply the normed outputs by silu(x W_g).
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.gated_oja`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; A_log [H], dt_bias [H V] and the norm's weight are float32 at least.
-    rngs: the random streams of the parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    impl, chunk_size: of `lajax.gated_oja`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; A_log [H], dt_bias [H V] and the norm's weight are float32 at
+      least.
+    rngs: random streams of the initial parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in
+      [1e-3, 1e-1].
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: the update of K. Irie et al., "Images as Weight Matrices", 2022, arXiv:2210.06184, equation 6, with the gates of Kimi
-  Team, "Kimi Linear", 2025, arXiv:2510.26692, equation 1, on the values.
+  Paper: the update of K. Irie et al., "Images as Weight Matrices", 2022, arXiv:2210.06184, equation
+  6, with the gates of Kimi Team, "Kimi Linear", 2025, arXiv:2510.26692, equation 1, on the values.
   """
 
   def __init__(

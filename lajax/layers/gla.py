@@ -23,19 +23,19 @@ class GLA(Mixer):
     expand_v: V / K. (The paper's models have V = 2 K.)
     gate_rank: the rank of the projection to the decay.
     gate_normalizer: what the logsigmoid is divided by: the larger, the slower the state forgets.
-    conv_size: the width of a short convolution on q, k, v; None (the default) for none.
+    conv_size: width of a short convolution on q, k, v; None (the default) for none.
     use_gate: multiply the normed outputs by silu(x W_g).
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; the norm's weight is float32 at least.
-    rngs: the random streams of the parameters.
+    impl, chunk_size: of `lajax.linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; the norm's weight is float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: S. Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2023, arXiv:2312.06635,
-  equation 3 and section 4.4.
+  Paper: S. Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training",
+  2023, arXiv:2312.06635, equation 3 and section 4.4.
   """
 
   def __init__(

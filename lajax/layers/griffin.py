@@ -19,19 +19,19 @@ class GriffinBlock(Mixer):
     d_model: D.
     lru_width: the channels of the recurrence; None for d_model.
     num_blocks: of the RG-LRU's gates, a divisor of lru_width.
-    conv_size: the width of the short convolution, without activation; None for none.
+    conv_size: width of the short convolution, without activation; None for none.
     use_bias: biases on the projections, as in RecurrentGemma.
-    impl: passed on to `lajax.linear_recurrence`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; the RG-LRU's biases and Lambda are float32 at least.
-    rngs: the random streams of the parameters.
+    impl: of `lajax.linear_recurrence`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; the RG-LRU's biases and Lambda are float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range, or num_blocks does not divide lru_width.
 
-  Paper: S. De et al., "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient Language Models", 2024,
-  arXiv:2402.19427, section 2.3 and figure 2; GeLU in its tanh form, as in A. Botev et al., "RecurrentGemma", 2024,
-  arXiv:2404.07839.
+  Paper: S. De et al., "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
+  Language Models", 2024, arXiv:2402.19427, section 2.3 and figure 2; GeLU in its tanh form, as in
+  A. Botev et al., "RecurrentGemma", 2024, arXiv:2404.07839.
   """
 
   memory_letters = "B D"

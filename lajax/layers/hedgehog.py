@@ -14,7 +14,8 @@ class Hedgehog(KernelAttention):
   """Attention with learned features, a softmax over the channels of a linear map and its negative.
 
       phi_q(x) = softmax([x W_q, -x W_q]), phi_k(x) = softmax([x W_k, -x W_k]) ;  F = 2 K
-      S_t = S_{t-1} + phi_k(k_t) v_t^T, z_t = z_{t-1} + phi_k(k_t) ;  o_t = S_t^T phi_q(q_t) / (z_t . phi_q(q_t)) ;  y = o W_o
+      S_t = S_{t-1} + phi_k(k_t) v_t^T, z_t = z_{t-1} + phi_k(k_t)
+      o_t = S_t^T phi_q(q_t) / (z_t . phi_q(q_t)) ;  y = o W_o
 
   W_q and W_k are [K K], one for each head, and begin as the identity.
 
@@ -23,17 +24,18 @@ class Hedgehog(KernelAttention):
     num_heads: H.
     head_dim: K.
     expand_v: V / K.
-    conv_size: the width of a short convolution on q, k, v; None (the default) for none.
-    impl, chunk_size: passed on to `lajax.normalized_linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    conv_size: width of a short convolution on q, k, v; None (the default) for none.
+    impl, chunk_size: of `lajax.normalized_linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: M. Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", 2024,
-  arXiv:2402.04347, its trained feature map with softmax over the channels in the place of exp.
+  Paper: M. Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax
+  Mimicry", 2024, arXiv:2402.04347, its trained feature map with softmax over the channels in the
+  place of exp.
   """
 
   def __init__(

@@ -1,4 +1,4 @@
-"""HGRN: an elementwise gated recurrence whose forget gate has a lower bound; and the gate, for HGRN2."""
+"""HGRN: an elementwise recurrence whose forget gate has a lower bound; and the gate, for HGRN2."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ LOWEST = -80.0  # of what the sigmoid gets: below it, float32 has no normal numb
 
 
 class LowerBound(nnx.Variable):
-  """Lower bounds of forget gates that come from outside: in the module's state, but not among its parameters."""
+  """Lower bounds that come from outside: in the module's state, but not among its parameters."""
 
 
 def hgrn_lower_bounds(logits: Float[Array, "L *D"]) -> Float[Array, "L *D"]:
-  """Lower bounds of the forget gates of all layers, which grow with depth: for the `lower_bound` of `HGRN` and `HGRN2`.
+  """Lower bounds of the forget gates of all layers, growing with depth, for HGRN and HGRN2.
 
       lb_l = sum_{1 <= i <= l} softmax(logits)_i over the layers, so that lb_0 = 0 and lb_l < 1
 
@@ -32,8 +32,8 @@ def hgrn_lower_bounds(logits: Float[Array, "L *D"]) -> Float[Array, "L *D"]:
   Raises:
     ValueError: logits have no axis.
 
-  Paper: Z. Qin, S. Yang, Y. Zhong, "Hierarchically Gated Recurrent Neural Network for Sequence Modeling", 2023,
-  arXiv:2311.04823, section 3.2.
+  Paper: Z. Qin, S. Yang, Y. Zhong, "Hierarchically Gated Recurrent Neural Network for Sequence
+  Modeling", 2023, arXiv:2311.04823, section 3.2.
   """
   if np.ndim(logits) < 1:
     raise ValueError(
@@ -65,7 +65,7 @@ def bound_value(bound: "float | LowerBound", f: Float[Array, "B T *D"]) -> float
 def forget_gate(
   f: Float[Array, "B T *D"], lower_bound: float | Float[Array, "*D"]
 ) -> tuple[Float[Array, "B T *D"], Float[Array, "B T *D"]]:
-  """g = log(lb + (1 - lb) sigmoid(f)) and 1 - e^g, both without cancellation; f below -80 counts as -80."""
+  """Returns g = log(lb + (1 - lb) sigmoid(f)) and 1 - e^g without cancellation; f >= -80."""
   f = widen(f)
   rest = 1 - lower_bound
   forgets = rest * jax.nn.sigmoid(-f)
@@ -76,7 +76,7 @@ def forget_gate(
 
 
 class HGRN(Mixer):
-  """An elementwise recurrence with a forget gate that is tied to the input gate and bounded from below.
+  """An elementwise recurrence: its forget gate is tied to the input gate and bounded from below.
 
       h_t = e^(g_t) h_{t-1} + i_t ;  e^g = lb + (1 - lb) sigmoid(x W_f), i = (1 - e^g) silu(x W_i)
       y = (RMSNorm(h) * silu(x W_g)) W_o
@@ -86,22 +86,24 @@ class HGRN(Mixer):
   Args:
     d_model: D.
     width: the channels of h; None for D.
-    lower_bound: lb, a number in [0, 1), or an array [width] of such, as `hgrn_lower_bounds` gives for the layers of a model.
-      An array is kept in `layer.lower_bound`, an `nnx.Variable` that is no `nnx.Param`; a model that learns the bounds sets
-      it before each call: `layer.lower_bound[...] = hgrn_lower_bounds(logits)[l]`.
-    conv_size: the width of a short convolution, without activation, on x W_f and x W_i; None (the default) for none.
+    lower_bound: lb, a number in [0, 1), or an array [width] of such, as `hgrn_lower_bounds` gives
+      for the layers of a model. An array is kept in `layer.lower_bound`, an `nnx.Variable` that is
+      no `nnx.Param`; a model that learns the bounds sets it before each call:
+      `layer.lower_bound[...] = hgrn_lower_bounds(logits)[l]`.
+    conv_size: width of a short convolution, without activation, on x W_f and x W_i; None (the
+      default) for none.
     use_gate: multiply the normed outputs by silu(x W_g).
     norm_eps: of the output norm.
-    impl: passed on to `lajax.linear_recurrence`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; the norm's weight is float32 at least.
-    rngs: the random streams of the parameters.
+    impl: of `lajax.linear_recurrence`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; the norm's weight is float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: Z. Qin, S. Yang, Y. Zhong, "Hierarchically Gated Recurrent Neural Network for Sequence Modeling", 2023,
-  arXiv:2311.04823, section 3.2.
+  Paper: Z. Qin, S. Yang, Y. Zhong, "Hierarchically Gated Recurrent Neural Network for Sequence
+  Modeling", 2023, arXiv:2311.04823, section 3.2.
   """
 
   memory_letters = "B D"

@@ -14,28 +14,33 @@ class HGRN2(Mixer):
   """Linear attention whose key is what the state forgets, in each key channel.
 
       S_t = Diag(e^(g_t)) S_{t-1} + k_t v_t^T ;  o_t = K^(-1/2) S_t^T q_t
-      e^g = lb + (1 - lb) sigmoid(x W_f), k = 1 - e^g, v = x W_i, q = silu(x W_q),  y = RMSNorm(o) W_o, the norm over all heads
+      e^g = lb + (1 - lb) sigmoid(x W_f), k = 1 - e^g, v = x W_i, q = silu(x W_q)
+      y = RMSNorm(o) W_o, the norm over all heads
 
   Args:
     d_model: D.
     num_heads: H.
     head_dim: K, how much wider than HGRN's the state is.
-    lower_bound: lb, a number in [0, 1), or an array [H K] of such, as `hgrn_lower_bounds` gives for the layers of a model.
-      An array is kept in `layer.lower_bound`, an `nnx.Variable` that is no `nnx.Param`; a model that learns the bounds sets
-      it before each call: `layer.lower_bound[...] = hgrn_lower_bounds(logits)[l]`.
+    lower_bound: lb, a number in [0, 1), or an array [H K] of such, as `hgrn_lower_bounds` gives for
+      the layers of a model. An array is kept in `layer.lower_bound`, an `nnx.Variable` that is no
+      `nnx.Param`; a model that learns the bounds sets it before each call: `layer.lower_bound[...]
+      = hgrn_lower_bounds(logits)[l]`.
     expand_v: V / K.
-    conv_size: the width of a short convolution, without activation, on x W_q, x W_f, x W_i; None (the default) for none.
-    use_gate: multiply the normed outputs by silu(x W_g). (The paper has none: q is its output gate.)
+    conv_size: width of a short convolution, without activation, on x W_q, x W_f, x W_i; None (the
+      default) for none.
+    use_gate: multiply the normed outputs by silu(x W_g). (The paper has none: q is its output
+      gate.)
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; the norm's weight is float32 at least.
-    rngs: the random streams of the parameters.
+    impl, chunk_size: of `lajax.linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; the norm's weight is float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: Z. Qin et al., "HGRN2: Gated Linear RNNs with State Expansion", 2024, arXiv:2404.07904, section 3.2.
+  Paper: Z. Qin et al., "HGRN2: Gated Linear RNNs with State Expansion", 2024, arXiv:2404.07904,
+  section 3.2.
   """
 
   def __init__(

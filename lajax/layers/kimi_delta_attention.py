@@ -18,11 +18,13 @@ from lajax.ops import delta_rule
 
 
 class KimiDeltaAttention(Mixer):
-  """The gated delta rule with one decay a key channel.
+  """The gated delta rule with one decay per key channel.
 
-      S_t = Diag(e^(g_t)) S_{t-1} ;  S_t += beta_t k_t (v_t - S_t^T k_t)^T ;  o_t = K^(-1/2) S_t^T q_t
+      S_t = Diag(e^(g_t)) S_{t-1} ;  S_t += beta_t k_t (v_t - S_t^T k_t)^T
+      o_t = K^(-1/2) S_t^T q_t
       g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias), beta = sigmoid(x W_beta)
-      y = (RMSNorm(o) * sigmoid(x W_g1 W_g2 + b)) W_o,  q, k = l2norm(silu(conv(x W))), v = silu(conv(x W))
+      y = (RMSNorm(o) * sigmoid(x W_g1 W_g2 + b)) W_o
+      q, k = l2norm(silu(conv(x W))), v = silu(conv(x W))
 
   Args:
     d_model: D.
@@ -31,21 +33,24 @@ class KimiDeltaAttention(Mixer):
     num_v_heads: HV, of the values, gates and states, a multiple of H; None for H.
     expand_v: V / K.
     gate_rank: the rank of the projections to the decay and to the output gate; None for V.
-    lower_bound: None, or a negative number L: the decay is then L * sigmoid(exp(A_log) (x W_f1 W_f2 + dt_bias)) in (L, 0);
-      -5 is usual.
-    conv_size: the width of the short convolution on q, k, v; None for none.
+    lower_bound: None, or a negative number L: the decay is then L * sigmoid(exp(A_log) (x W_f1 W_f2
+      + dt_bias)) in (L, 0); -5 is usual.
+    conv_size: width of the short convolution on q, k, v; None for none.
     use_gate: multiply the normed outputs by the sigmoid gate.
     allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1).
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.delta_rule`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; A_log [HV], dt_bias [HV K] and the norm's weight are float32 at least.
-    rngs: the random streams of the parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    impl, chunk_size: of `lajax.delta_rule`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; A_log [HV], dt_bias [HV K] and the norm's weight are float32 at
+      least.
+    rngs: random streams of the initial parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in
+      [1e-3, 1e-1].
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025, arXiv:2510.26692, equation 1.
+  Paper: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025,
+  arXiv:2510.26692, equation 1.
   """
 
   def __init__(

@@ -1,8 +1,8 @@
 """Cache of a document's tokens, as the layers of softmax attention carry it.
 
-A cache is a tuple of arrays [B S HK ..] with one place per token. Without a window, S is the longest
-document that fits. With a window of at most S tokens the places are a ring: token p of a document
-stands at place p mod S, and the oldest token gives way.
+A cache is a tuple of arrays [B S HK ..] with one place per token. Without a window, S is the
+longest document that fits. With a window of at most S tokens the places are a ring: token p of a
+document stands at place p mod S, and the oldest token gives way.
 """
 
 import functools
@@ -34,7 +34,7 @@ def key_heads(num_heads: int, num_kv_heads: int | None) -> int:
 
 
 def gated(o: Float[Array, "B T H K"], gate: Float[Array, "B T H K"] | None):
-  """Returns o * sigmoid(gate) in o's dtype, computed in float32 at least; o where there is no gate."""
+  """Returns o * sigmoid(gate), computed in float32 at least, in o's dtype; o without a gate."""
   return o if gate is None else (widen(o) * jax.nn.sigmoid(widen(gate))).astype(o.dtype)
 
 
@@ -205,6 +205,7 @@ def _check_room(length: Int[Array, "B"], capacity: int) -> None:
   longest = int(length.max())
   if longest > capacity:
     raise ValueError(
-      f"the cache of {capacity} tokens is full: a document would have {longest}. Make the first state"
-      f" by init_state(batch, max_length={longest}), or give the layer a larger max_length or a window."
+      f"the cache of {capacity} tokens is full: a document would have {longest}. Make the first"
+      f" state by init_state(batch, max_length={longest}), or give the layer a larger max_length or"
+      " a window."
     )

@@ -12,10 +12,11 @@ from lajax.ops import linear_attention
 
 
 class Lightning(Mixer):
-  """Linear attention with a fixed decay a head, slower in later layers.
+  """Linear attention with a fixed decay per head, slower in later layers.
 
       S_t = e^(-slope_h) S_{t-1} + k_t v_t^T ;  o_t = K^(-1/2) S_t^T q_t
-      slope_h = 2^(-8 (h + 1) / H) (1 - l / (L - 1 + 1e-5) + 1e-5), for head h = 0 .. H - 1 of layer l = 0 .. L - 1
+      slope_h = 2^(-8 (h + 1) / H) (1 - l / (L - 1 + 1e-5) + 1e-5)
+      for head h = 0 .. H - 1 of layer l = 0 .. L - 1
       q, k, v = silu(x W),  y = (RMSNorm(o) * sigmoid(x W_g)) W_o, the norm over all heads together
 
   Args:
@@ -25,19 +26,21 @@ class Lightning(Mixer):
     layer_index: l, in 0 .. num_layers - 1.
     num_layers: L, all layers of the model, those of other kinds included.
     expand_v: V / K.
-    conv_size: the width of a short convolution on q, k, v, before the silu; None (the default) for none.
+    conv_size: width of a short convolution on q, k, v, before the silu; None (the default) for
+      none.
     use_gate: multiply the normed outputs by sigmoid(x W_g).
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; the norm's weight is float32 at least.
-    rngs: the random streams of the parameters.
+    impl, chunk_size: of `lajax.linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; the norm's weight is float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Papers: Z. Qin et al., "Lightning Attention-2", 2024, arXiv:2401.04658; MiniMax, "MiniMax-01: Scaling Foundation
-  Models with Lightning Attention", 2025, arXiv:2501.08313, its lightning attention layer.
+  Papers: Z. Qin et al., "Lightning Attention-2", 2024, arXiv:2401.04658; MiniMax, "MiniMax-01:
+  Scaling Foundation Models with Lightning Attention", 2025, arXiv:2501.08313, its lightning
+  attention layer.
   """
 
   def __init__(

@@ -20,21 +20,23 @@ EXACT = (jax.nn.relu, identity)  # feature maps that half precision does not rou
 class KernelAttention(Mixer):
   """The shell of attention by features phi of queries and keys: a subclass writes `features`.
 
-      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t) ;  o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
+      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t)
+      o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
 
   Args:
     d_model: D.
     num_heads: H.
     head_dim: K.
     num_features: F, the width of what `features` returns.
-    logarithmic: whether `features` returns the logarithms of the features, for those that are exponentials.
+    logarithmic: whether `features` returns the logarithms of the features, for those that are
+      exponentials.
     normalize: divide by z . phi(q); without it, o = S^T phi(q).
     expand_v: V / K.
-    conv_size: the width of a short convolution on q, k, v; None for none.
-    impl, chunk_size: passed on to the op.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    conv_size: width of a short convolution on q, k, v; None for none.
+    impl, chunk_size: of the op.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters.
+    rngs: random streams of the initial parameters.
   """
 
   def __init__(
@@ -94,9 +96,9 @@ class KernelAttention(Mixer):
   def _mix_exp(self, q, k, v, memory, documents):
     """Computes with keys relative to their largest so far, m_t, of each feature.
 
-    Row f of the state is scaled by exp(-m_tf): a decay of exp(m_{t-1,f} - m_tf) where m grows, and a
-    factor exp(m_tf) of the query. The largest weight of a query is then 1, and so is its normalizer at
-    least, however far apart the features are.
+    Row f of the state is scaled by exp(-m_tf): a decay of exp(m_{t-1,f} - m_tf) where m grows, and
+    a factor exp(m_tf) of the query. The largest weight of a query is then 1, and so is its
+    normalizer at least, however far apart the features are.
     """
     before = jnp.zeros_like(k[:, 0]) if memory is None else memory[2]
     m, g = running_maximum(k, before, documents.ids, documents.carried)
@@ -114,7 +116,8 @@ class KernelAttention(Mixer):
 class LinearAttention(KernelAttention):
   """Attention with a kernel phi(q) . phi(k) in place of exp(q . k), normalised as softmax is.
 
-      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t) ;  o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
+      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t)
+      o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
 
   `lajax.layers.BidirectionalLinearAttention` is the form that is not causal.
 
@@ -122,21 +125,21 @@ class LinearAttention(KernelAttention):
     d_model: D.
     num_heads: H.
     head_dim: K; the feature map may widen it to F.
-    feature_map: "elu+1", "relu", "exp" (of x / sqrt K, computed with a running maximum), "identity", "taylor2", "squares",
-      "dpfp", or a function [.. K] -> [.. F] without parameters.
+    feature_map: "elu+1", "relu", "exp" (of x / sqrt K, computed with a running maximum),
+      "identity", "taylor2", "squares", "dpfp", or a function [.. K] -> [.. F] without parameters.
     normalize: divide by z . phi(q); without it, o = S^T phi(q).
     expand_v: V / K.
-    conv_size: the width of a short convolution on q, k, v; None (the default) for none.
-    impl, chunk_size: passed on to the op.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters.
-    rngs: the random streams of the parameters.
+    conv_size: width of a short convolution on q, k, v; None (the default) for none.
+    impl, chunk_size: of the op.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range, or an unknown feature map.
 
-  Paper: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention", 2020,
-  arXiv:2006.16236, equations 16 to 20.
+  Paper: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with
+  Linear Attention", 2020, arXiv:2006.16236, equations 16 to 20.
   """
 
   def __init__(

@@ -11,30 +11,33 @@ from lajax.ops import linear_recurrence
 
 
 class Mamba(Mixer):
-  """The selective state space: N numbers a channel, which all decay and are written by the channel's own step size.
+  """The selective state space: N numbers per channel, all of which the channel's step size moves.
 
-      h_t[d, n] = e^(dt_t[d] A[d, n]) h_{t-1}[d, n] + dt_t[d] B_t[n] u_t[d] ;  o_t[d] = sum_n C_t[n] h_t[d, n] + D[d] u_t[d]
-      u = silu(conv(x W)),  (r, B, C) = u W_x,  dt = softplus(r W_dt + dt_bias),  A = -exp(A_log),  y = (o * silu(x W_z)) W_o
+      h_t[d, n] = e^(dt_t[d] A[d, n]) h_{t-1}[d, n] + dt_t[d] B_t[n] u_t[d]
+      o_t[d] = sum_n C_t[n] h_t[d, n] + D[d] u_t[d]
+      u = silu(conv(x W)),  (r, B, C) = u W_x,  dt = softplus(r W_dt + dt_bias),  A = -exp(A_log)
+      y = (o * silu(x W_z)) W_o
 
   Args:
     d_model: D.
     inner_dim: E, the channels d; None for 2 d_model.
     state_dim: N.
     dt_rank: the width of r; None for d_model / 16, rounded up.
-    conv_size: the width of the short convolution on u; None for none.
+    conv_size: width of the short convolution on u; None for none.
     inner_norm: RMSNorm on r, B and C, each by itself (as in Jamba).
     norm_eps: of these norms.
-    impl: passed on to `lajax.linear_recurrence`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; A_log, dt_bias, D and the norms' weights are float32 at least.
-    rngs: the random streams of the parameters. A_log = log(1 .. N), softplus(dt_bias) log-uniform in [1e-3, 1e-1], D = 1.
+    impl: of `lajax.linear_recurrence`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; A_log, dt_bias, D and the norms' weights are float32 at least.
+    rngs: random streams of the initial parameters. A_log = log(1 .. N), softplus(dt_bias)
+      log-uniform in [1e-3, 1e-1], D = 1.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: A. Gu, T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023, arXiv:2312.00752,
-  equation 2a, algorithm 2 and section 3.6 (with B discretised as dt B, as in its code); the norms: O. Lieber et al., "Jamba",
-  2024, arXiv:2403.19887, section 6.4.
+  Paper: A. Gu, T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023,
+  arXiv:2312.00752, equation 2a, algorithm 2 and section 3.6 (with B discretised as dt B, as in its
+  code); the norms: O. Lieber et al., "Jamba", 2024, arXiv:2403.19887, section 6.4.
   """
 
   memory_letters = "B D N"

@@ -11,9 +11,10 @@ from lajax.ops import linear_attention
 
 
 class Mamba2(Mixer):
-  """The state-space dual: linear attention whose decay and write strength come from one step size a head.
+  """The state-space dual: linear attention whose decay and writes come from one step size per head.
 
-      dt_t = softplus(x W_dt + dt_bias) ;  S_t = e^(-exp(A_log) dt_t) S_{t-1} + dt_t B_t u_t^T ;  o_t = S_t^T C_t + D u_t
+      dt_t = softplus(x W_dt + dt_bias) ;  S_t = e^(-exp(A_log) dt_t) S_{t-1} + dt_t B_t u_t^T
+      o_t = S_t^T C_t + D u_t
       u, B, C = silu(conv(x W)),  y = RMSNorm(o * silu(x W_z)) W_o
 
   Args:
@@ -22,18 +23,19 @@ class Mamba2(Mixer):
     head_dim: V, the width of u in a head (the paper's P). The inner width is H V.
     state_dim: K, the width of B and C (the paper's N).
     num_groups: how many B and C there are; each serves H / num_groups heads.
-    conv_size: the width of the short convolution on u, B, C; None for none.
+    conv_size: width of the short convolution on u, B, C; None for none.
     norm_eps: of the output norm, which runs over all heads of a group together.
-    impl, chunk_size: passed on to `lajax.linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; A_log, dt_bias, D and the norm's weight are float32 at least.
-    rngs: the random streams of the parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1], D = 1.
+    impl, chunk_size: of `lajax.linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; A_log, dt_bias, D and the norm's weight are float32 at least.
+    rngs: random streams of the initial parameters. A ~ U(1, 16), softplus(dt_bias) log-uniform in
+      [1e-3, 1e-1], D = 1.
 
   Raises:
     ValueError: an option is out of its range, or num_groups does not divide num_heads.
 
-  Paper: T. Dao, A. Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
-  Duality", 2024, arXiv:2405.21060, equation 16 and section 7.
+  Paper: T. Dao, A. Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
+  Structured State Space Duality", 2024, arXiv:2405.21060, equation 16 and section 7.
   """
 
   def __init__(
@@ -85,7 +87,7 @@ class Mamba2(Mixer):
     return y.astype(p["u"].dtype), memory
 
   def ssd(self, u, B, C, dt, memory, documents):
-    """S_t^T C_t + D u_t from u [B T H V], B and C [B T G K], and dt [B T H] before the bias and the softplus."""
+    """Returns S_t^T C_t + D u_t: u [B T H V], B, C [B T G K], dt [B T H] before its softplus."""
     u, dt = widen(u), widen(dt)
     dt = jax.nn.softplus(dt + aligned(self.dt_bias[...], dt))
     v, g = u * dt[..., None], -jnp.exp(aligned(self.A_log[...], dt)) * dt

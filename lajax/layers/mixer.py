@@ -1,4 +1,4 @@
-"""The shell of every mixer: projections in, short convolutions, the mixer's own equation, one projection out."""
+"""The shell of every mixer: projections in, short convolutions, an equation, one projection out."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -34,7 +34,8 @@ def value_width(head_dim: int, expand_v: float) -> int:
   width = round(head_dim * expand_v)
   if width < 1 or width != head_dim * expand_v:
     raise ValueError(
-      f"`expand_v` times head_dim = {head_dim} must be a whole number of at least 1; got expand_v={expand_v}."
+      f"`expand_v` times head_dim = {head_dim} must be a whole number of at least 1; "
+      f"got expand_v={expand_v}."
     )
   return width
 
@@ -58,9 +59,10 @@ def with_gate(projections: Shapes, use_gate: bool, *shape: int) -> Shapes:
 class Mixer(StatefulLayer):
   """A layer [B T D] -> [B T D] that mixes tokens causally and carries a state.
 
-  A subclass names its projections and the shape of its memory in `__init__`, and writes its equation in
-  `mix`. Each projection has a kernel of its own, `in_proj.q.kernel`, and its own short convolution. So
-  parameters that are sharded by heads need no reshuffle: `out_proj` alone sums over devices.
+  A subclass names its projections and the shape of its memory in `__init__`, and writes its
+  equation in `mix`. Each projection has a kernel of its own, `in_proj.q.kernel`, and its own short
+  convolution. So parameters that are sharded by heads need no reshuffle: `out_proj` alone sums over
+  devices.
 
   Args:
     d_model: D.
@@ -117,6 +119,7 @@ class Mixer(StatefulLayer):
     self.out_proj = linear(inner, d_model)
     options = {"use_bias": conv_bias, "activation": conv_activation, "impl": impl, **common}
     conv = lambda width: ShortConv(width, conv_size or 1, **options)
+    self.convolved = conv_on if conv_size else ()
     self.conv = nnx.Dict({name: conv(columns[name]) for name in conv_on}) if conv_size else None
     self.d_model, self.memory_shape = d_model, tuple(memory)
     self.impl, self.chunk_size = impl, chunk_size
@@ -138,12 +141,12 @@ class Mixer(StatefulLayer):
     raise NotImplementedError
 
   def project(self, x: Array, conv: Any, documents: CallDocuments) -> tuple[dict[str, Array], Any]:
-    """Returns the projections [B T *shape] of an input that is zero at padding, and the convolutions' cache."""
+    """Returns the projections [B T *shape] of x, zero at padding, and the convolutions' cache."""
     p = {name: self.projected(name, x) for name, _ in self.projections}
     if self.conv is None:
       return p, None
     cache = {}
-    for name in self.conv:
+    for name in self.convolved:
       flat = jax.lax.collapse(p[name], 2)
       flat, cache[name] = self.conv[name].convolve(
         flat, None if conv is None else conv[name], documents
@@ -198,10 +201,10 @@ class Mixer(StatefulLayer):
     return self.out_proj.kernel.dtype
 
   def init_conv(self, batch, dtype) -> Any:
-    """Returns the cache of the short convolutions before the first token, by projection; None for none."""
+    """Returns the convolutions' cache before the first token, by projection, or None."""
     if self.conv is None:
       return None
-    return {name: conv.init_conv(batch, dtype) for name, conv in self.conv.items()}
+    return {name: self.conv[name].init_conv(batch, dtype) for name in self.convolved}
 
   def advance(self, x, memory, conv, documents):
     p, conv = self.project(x, conv, documents)

@@ -18,11 +18,11 @@ class MLA(CachedMixer):
       c = RMSNorm(x W_c),  r = x W_r ;  k_h = [c W_k,h, r],  v_h = c W_v,h,  q_h = x W_q,h
       o_t,h = sum_{j <= t} softmax_j(q_t,h . k_j,h / sqrt(K + P)) v_j,h ;  y = o W_o
 
-  r and the last P channels of the queries are turned by rotary positions, if there are any. The state
-  holds c and r of the current document, `state.memory = (c [B S 1 R], r [B S 1 P])`. A call with a
-  state never makes the keys and values of a head: q_h W_k,h^T reads the latents, and W_v,h comes
-  after the sum over tokens. A token that does not fit into the cache is a ValueError; under jit,
-  where the length cannot be seen, its output is NaN.
+  r and the last P channels of the queries are turned by rotary positions, if there are any. The
+  state holds c and r of the current document, `state.memory = (c [B S 1 R], r [B S 1 P])`. A call
+  with a state never makes the keys and values of a head: q_h W_k,h^T reads the latents, and W_v,h
+  comes after the sum over tokens. A token that does not fit into the cache is a ValueError; under
+  jit, where the length cannot be seen, its output is NaN.
 
   Args:
     d_model: D.
@@ -31,10 +31,10 @@ class MLA(CachedMixer):
     kv_rank: R, width of the latent.
     rope_dim: P, the channels of a key that all heads share; even if they have rotary positions.
     value_dim: V; None for K.
-    max_length: tokens of a document that the cache holds; a first call with more makes room for them.
+    max_length: tokens of a document that the cache holds; a longer first call makes room for all.
     rope_theta: base of rotary positions, counted from each document's start; None for none (as in
-      Kimi Linear). The pair (i, i + P/2) is turned; DeepSeek's checkpoints pair neighbours, which is
-      a permutation of channels.
+      Kimi Linear). The pair (i, i + P/2) is turned; DeepSeek's checkpoints pair neighbours: a
+      permutation of channels.
     norm_eps: of the latent's norm.
     impl: of `lajax.attention`.
     dtype: of the projections and the cache; None for that of the inputs and parameters together.
@@ -72,7 +72,8 @@ class MLA(CachedMixer):
     self.max_length = check_whole("max_length", max_length)
     if rope_theta is not None and P % 2:
       raise ValueError(
-        f"`rope_dim` must be even for rotary positions; got {P}. Take an even one, or rope_theta=None."
+        f"`rope_dim` must be even for rotary positions; got {P}. Take an even one, or"
+        " rope_theta=None."
       )
     check_rotary(rope_theta, P)
     super().__init__(
@@ -114,14 +115,15 @@ class MLA(CachedMixer):
     r: Float[Array, "B T 1 P"],
     documents: CallDocuments,
   ):
-    """With the keys and values of every head: fewest operations where keys and queries are one call's."""
+    """With the keys and values of every head: fewest operations without a cache."""
     B, T, H, _ = q.shape
-    k, v = jnp.split(self.up_proj(c).reshape(B, T, H, -1), [self.head_dim], axis=-1)
+    up = self.up_proj(c).reshape(B, T, H, self.up_proj.out_features // H)
+    k, v = jnp.split(up, [self.head_dim], axis=-1)
     k = jnp.concatenate([k, jnp.broadcast_to(r, (B, T, H, self.rope_dim)).astype(k.dtype)], axis=-1)
     return attention(q, k, v, scale=self.scale, segment_ids=documents.ids, impl=self.impl)
 
   def _absorbed(self, q: Float[Array, "B T H K+P"], context: Context, documents: CallDocuments):
-    """With W_k on the queries and W_v on the outputs: all heads read the latents as one head's keys."""
+    """With W_k on the queries and W_v on the outputs: all heads read the latents as one."""
     c, r = context.arrays
     up = self.up_proj.kernel[...].astype(q.dtype).reshape(self.kv_rank, self.num_heads, -1)
     k_up, v_up = jnp.split(up, [self.head_dim], axis=-1)

@@ -13,8 +13,10 @@ from lajax.ops import mlstm
 class MLSTM(Mixer):
   """Linear attention with exponential gates and a normaliser.
 
-      C_t = f_t C_{t-1} + i_t k_t v_t^T, n_t = f_t n_{t-1} + i_t k_t ;  o_t = C_t^T q_t / max(|n_t . q_t|, 1)
-      i = exp(x W_i + b_i), f = sigmoid(x W_f + b_f), q scaled by K^(-1/2) ;  y = (RMSNorm(o) * sigmoid(x W_g)) W_o
+      C_t = f_t C_{t-1} + i_t k_t v_t^T, n_t = f_t n_{t-1} + i_t k_t
+      o_t = C_t^T q_t / max(|n_t . q_t|, 1)
+      i = exp(x W_i + b_i), f = sigmoid(x W_f + b_f), q scaled by K^(-1/2)
+      y = (RMSNorm(o) * sigmoid(x W_g)) W_o
 
   computed relative to a running maximum, so that no gate overflows.
 
@@ -24,18 +26,20 @@ class MLSTM(Mixer):
     head_dim: K.
     expand_v: V / K.
     forget_gate: "sigmoid", or "exp" for f = exp(x W_f + b_f).
-    conv_size: the width of a short convolution on q and k; None for none.
+    conv_size: width of a short convolution on q and k; None for none.
     use_gate: multiply the normed outputs by sigmoid(x W_g).
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.mlstm`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; b_i, b_f and the norm's weight are float32 at least.
-    rngs: the random streams of the parameters. b_i = -10; b_f from 3 to 6 over the heads (0 for "exp").
+    impl, chunk_size: of `lajax.mlstm`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; b_i, b_f and the norm's weight are float32 at least.
+    rngs: random streams of the initial parameters. b_i = -10; b_f from 3 to 6 over the heads (0 for
+      "exp").
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: M. Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19 to 27.
+  Paper: M. Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations
+  19 to 27.
   """
 
   memory_letters = "B HV K V", "B HV K", "B HV"

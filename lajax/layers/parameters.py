@@ -1,4 +1,4 @@
-"""Gates, norms and rotations that several layers share, with the initial values of their parameters."""
+"""Gates, norms and rotations that several layers share, and initial values of their parameters."""
 
 import functools
 from math import pi
@@ -23,7 +23,7 @@ def promoted(*dtypes: Any) -> jnp.dtype:
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
-  """Returns the dtype of gates, norms and states: float32, or float64 where one of these dtypes is."""
+  """Returns the dtype of gates, norms and states: float64 if one of these is, else float32."""
   wide = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
   return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
@@ -38,7 +38,7 @@ def aligned(weight: Float[Array, "*D"], x: Array) -> Float[Array, "..."]:
   return widen(weight).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
 
 
-# --- decays ----------------------------------------------------------------------------------------
+# --- decays ---------------------------------------------------------------------------------------
 
 
 def softplus_decay(
@@ -58,7 +58,7 @@ def bounded_decay(
   dt_bias: Float[Array, "*H"],
   lower_bound: float,
 ) -> Float[Array, "B T *H"]:
-  """Returns g = lower_bound sigmoid(exp(A_log) (a + dt_bias)) in (lower_bound, 0), in float32 at least."""
+  """Returns g = lower_bound sigmoid(exp(A_log) (a + dt_bias)), in float32 at least."""
   a = widen(a)
   return lower_bound * jax.nn.sigmoid(jnp.exp(aligned(A_log, a)) * (a + aligned(dt_bias, a)))
 
@@ -77,11 +77,13 @@ def step_bias(
   return dt + jnp.log(-jnp.expm1(-dt))
 
 
-# --- norms -----------------------------------------------------------------------------------------
+# --- norms ----------------------------------------------------------------------------------------
 
 
 class GatedRMSNorm(nnx.Module):
-  """RMSNorm over the last axis in float32, times a gate:  y = x / sqrt(mean x^2 + eps) * weight * act(gate).
+  """RMSNorm over the last axis in float32, times a gate.
+
+      y = x / sqrt(mean x^2 + eps) * weight * act(gate)
 
   Args:
     width: size of the last axis.
@@ -121,13 +123,13 @@ class GatedRMSNorm(nnx.Module):
     return gated_rms_norm(x, widen(self.weight[...]), gate, **options)
 
 
-# --- positions -------------------------------------------------------------------------------------
+# --- positions ------------------------------------------------------------------------------------
 
 
 def rotate(
   x: Float[Array, "B T H K"], position: Int[Array, "B T"], theta: float = 10_000.0
 ) -> Float[Array, "B T H K"]:
-  """Rotary position embedding: turns the pair (x_i, x_{i + K/2}) by the angle position * theta^(-2i/K).
+  """Rotary positions: turns the pair (x_i, x_{i + K/2}) by the angle position * theta^(-2i/K).
 
   Angles are right to the rounding of their sine, at any position of 31 bits.
 
@@ -149,7 +151,8 @@ def _phase(
   """Returns position * theta^(-i/half) / 2 pi in turns, modulo 1, between -1/2 and 1/2.
 
   float32 has no digits left for a position of a million times a frequency. So frequencies are fixed
-  point numbers of 64 bits, a high and a low word of a turn; unsigned products wrap, which is the modulo.
+  point numbers of 64 bits, a high and a low word of a turn; unsigned products wrap, which is the
+  modulo.
   """
   turns = theta ** (-np.arange(half) / half) / (2 * pi)
   if dtype == jnp.float64:
@@ -167,11 +170,12 @@ def _phase(
 
 
 def check_rotary(theta: float | None, width: int) -> None:
-  """ValueError unless rotary positions have a base above 1 and an even width; None is for no positions."""
+  """ValueError unless rotary positions, if any, have a base above 1 and an even width."""
   if theta is None:
     return
   check_number("rope_theta", theta, above=1)
   if width % 2:
     raise ValueError(
-      f"`head_dim` must be even for rotary positions; got {width}. Take an even one, or rope_theta=None."
+      f"`head_dim` must be even for rotary positions; got {width}. "
+      "Take an even one, or rope_theta=None."
     )

@@ -16,11 +16,14 @@ class RandomFeatures(nnx.Variable):
 class Performer(KernelAttention):
   """Attention with the kernel exp(q . k / sqrt K), estimated without bias by M random features.
 
-      phi(x)_m = exp(w_m . x' - |x'|^2 / 2) / sqrt M, x' = x / K^(1/4), w_m ~ N(0, I), orthogonal in each block of K
-      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t) ;  o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
+      phi(x)_m = exp(w_m . x' - |x'|^2 / 2) / sqrt M, x' = x / K^(1/4)
+      w_m ~ N(0, I), orthogonal in each block of K
+      S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t)
+      o_t = S_t^T phi(q_t) / (z_t . phi(q_t)) ;  y = o W_o
 
-  The exponentials are computed relative to maxima that cancel: of each feature, over the keys so far.
-  The directions w are `projection`, one draw for all heads, an `nnx.Variable` that is no `nnx.Param`; `redraw` draws anew.
+  The exponentials are computed relative to maxima that cancel: of each feature, over the keys so
+  far. The directions w are `projection`, one draw for all heads, an `nnx.Variable` that is no
+  `nnx.Param`; `redraw` draws anew.
 
   Args:
     d_model: D.
@@ -28,17 +31,17 @@ class Performer(KernelAttention):
     head_dim: K.
     num_features: M; the estimate's variance falls as 1 / M.
     expand_v: V / K.
-    conv_size: the width of a short convolution on q, k, v; None (the default) for none.
-    impl, chunk_size: passed on to `lajax.normalized_linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; the directions are float32 at least.
-    rngs: the random streams of the parameters and of the directions.
+    conv_size: width of a short convolution on q, k, v; None (the default) for none.
+    impl, chunk_size: of `lajax.normalized_linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; the directions are float32 at least.
+    rngs: random streams of the initial parameters and of the directions.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: K. Choromanski et al., "Rethinking Attention with Performers", 2020, arXiv:2009.14794, equations 5 to 7 and
-  section 2.4.
+  Paper: K. Choromanski et al., "Rethinking Attention with Performers", 2020, arXiv:2009.14794,
+  equations 5 to 7 and section 2.4.
   """
 
   def __init__(
@@ -77,7 +80,7 @@ class Performer(KernelAttention):
     )
 
   def redraw(self, rngs: nnx.Rngs) -> None:
-    """Draws new directions. A state from before holds sums of the old features: begin anew from `init_state`."""
+    """Draws new directions. Old states hold sums of old features: begin anew."""
     K, M = self.projection[...].shape
     self.projection[...] = orthogonal_projection(rngs.params(), K, M, self.gate_dtype)
 

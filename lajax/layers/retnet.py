@@ -10,7 +10,7 @@ from lajax.ops import linear_attention
 
 
 class RetNet(Mixer):
-  """Linear attention with a fixed decay a head, and rotary positions.
+  """Linear attention with a fixed decay per head, and rotary positions.
 
       S_t = gamma_h S_{t-1} + k_t v_t^T, gamma_h = 1 - 2^(-5-h) ;  o_t = K^(-1/2) S_t^T q_t
       q, k = rotate(x W, t),  y = (RMSNorm(o) * silu(x W_g)) W_o
@@ -21,19 +21,19 @@ class RetNet(Mixer):
     head_dim: K, even.
     expand_v: V / K.
     rope_theta: the base of the rotary positions; None for none.
-    conv_size: the width of a short convolution on q, k, v; None (the default) for none.
+    conv_size: width of a short convolution on q, k, v; None (the default) for none.
     use_gate: multiply the normed outputs by silu(x W_g).
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; the norm's weight is float32 at least.
-    rngs: the random streams of the parameters.
+    impl, chunk_size: of `lajax.linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; the norm's weight is float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: Y. Sun et al., "Retentive Network: A Successor to Transformer for Large Language Models", 2023, arXiv:2307.08621,
-  equations 5, 6 and 8.
+  Paper: Y. Sun et al., "Retentive Network: A Successor to Transformer for Large Language Models",
+  2023, arXiv:2307.08621, equations 5, 6 and 8.
   """
 
   def __init__(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from lajax._shapes import IMPLS, check_dtype_option, check_option, check_rngs, check_whole
 from lajax.layers.parameters import aligned, wide_dtype, widen
 from lajax.layers.state import CallDocuments
-from lajax.layers.stateful import StatefulLayer
+from lajax.layers.stateful import StatefulLayer, computation_dtype
 from lajax.ops import linear_recurrence
 
 SHARPNESS = 8.0  # the paper's c
@@ -24,17 +24,20 @@ class RGLRU(StatefulLayer):
 
   Args:
     channels: D.
-    num_blocks: how many equal blocks the matrices of the gates have on their diagonals; a divisor of channels.
-    impl: passed on to `lajax.linear_recurrence`.
-    dtype: the dtype of the gates' products and of y; None for that of the inputs and parameters together.
+    num_blocks: how many equal blocks the matrices of the gates have on their diagonals; a divisor
+      of channels.
+    impl: of `lajax.linear_recurrence`.
+    dtype: the dtype of the gates' products and of y; None for that of the inputs and parameters
+      together.
     param_dtype: the dtype of the gates' matrices; biases and Lambda are float32 at least.
-    rngs: the random streams of the parameters. exp(-8 softplus(Lambda)) ~ U(0.9, 0.999).
+    rngs: random streams of the initial parameters. exp(-8 softplus(Lambda)) ~ U(0.9, 0.999).
 
   Raises:
     ValueError: an option is out of its range, or num_blocks does not divide channels.
 
-  Paper: S. De et al., "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient Language Models", 2024,
-  arXiv:2402.19427, equations 1 to 4 (with softplus(Lambda) for the paper's -log sigmoid(Lambda), as in its code).
+  Paper: S. De et al., "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
+  Language Models", 2024, arXiv:2402.19427, equations 1 to 4 (with softplus(Lambda) for the paper's
+  -log sigmoid(Lambda), as in its code).
   """
 
   memory_letters = "B D"
@@ -89,8 +92,8 @@ class RGLRU(StatefulLayer):
   def recur(
     self, x: Float[Array, "B T D"], memory: Array | None, documents: CallDocuments
   ) -> tuple[Array, Array]:
-    """h [B T D] behind a memory [B D], and the memory after the last real token; x must be zero at the padding."""
-    dtype = self.computation_dtype(x.dtype)
+    """Returns h [B T D] behind a memory [B D], and the memory after; x is zero at padding."""
+    dtype = computation_dtype(self, x.dtype)
     blocks = x.reshape(*x.shape[:2], self.num_blocks, x.shape[-1] // self.num_blocks)
     gates = jnp.einsum("btnd,nde->btne", blocks.astype(dtype), self.gates[...].astype(dtype))
     gates = widen(gates)

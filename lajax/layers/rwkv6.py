@@ -14,7 +14,7 @@ SHIFTED = ("w", "k", "v", "r", "gate")
 
 
 class RWKV6(TokenShiftMixer):
-  """Linear attention with one decay a channel, and a bonus for the token itself.
+  """Linear attention with one decay per channel, and a bonus for the token itself.
 
       o_t = (S_{t-1} + Diag(u) k_t v_t^T)^T r_t ;  S_t = Diag(e^(w_t)) S_{t-1} + k_t v_t^T
       w = -exp(b_w + tanh(x_w W_1) W_2) ;  y = (LayerNorm_head(o) * silu(x_g W_g)) W_o
@@ -27,16 +27,16 @@ class RWKV6(TokenShiftMixer):
     expand_v: V / K.
     decay_rank, shift_rank: the ranks of W_1 W_2, and of A B for each of the five inputs.
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.linear_attention`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; b_w, u and the norm's are float32 at least.
-    rngs: the random streams of the parameters. b_w from -6 to -1 over the channels of a head.
+    impl, chunk_size: of `lajax.linear_attention`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; b_w, u and the norm's are float32 at least.
+    rngs: random streams of the initial parameters. b_w from -6 to -1 over the channels of a head.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: B. Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024, arXiv:2404.05892,
-  the time mixing of Finch.
+  Paper: B. Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence",
+  2024, arXiv:2404.05892, the time mixing of Finch.
   """
 
   def __init__(

@@ -16,12 +16,14 @@ SLOWEST = -0.606531  # -exp(-1/2): the strongest log decay of a token
 
 
 class RWKV7(TokenShiftMixer):
-  """A generalised delta rule: removal keys, in-context learning rates a channel, and one decay a channel.
+  """A generalised delta rule: removal keys, in-context learning rates and decays per channel.
 
-      S_t = Diag(e^(w_t)) S_{t-1} + (kappa_t * a_t) (S_{t-1}^T (-kappa_t))^T + k~_t v_t^T ;  o_t = S_t^T r_t
+      S_t = Diag(e^(w_t)) S_{t-1} + (kappa_t * a_t) (S_{t-1}^T (-kappa_t))^T + k~_t v_t^T
+      o_t = S_t^T r_t
       w = -e^(-1/2) sigmoid(b_w + tanh(x_w W_1) W_2), a = sigmoid(b_a + x_a A_1 A_2)
       kappa = l2norm(k * kk), k~ = k * (1 + (a - 1) * ka)
-      y = ((LayerNorm_head(o) + (r . (rk * k~)) v) * sigmoid(x_g G_1) G_2) W_o ;  x_i = x + (x' - x) mu_i, x' the token before
+      y = ((LayerNorm_head(o) + (r . (rk * k~)) v) * sigmoid(x_g G_1) G_2) W_o
+      x_i = x + (x' - x) mu_i, x' the token before
 
   The mixing of values with those of the first layer is left to the model.
 
@@ -32,15 +34,16 @@ class RWKV7(TokenShiftMixer):
     expand_v: V / K.
     decay_rank, iclr_rank, gate_rank: the ranks of W_1 W_2, A_1 A_2 and G_1 G_2.
     norm_eps: of the output norm.
-    impl, chunk_size: passed on to `lajax.dplr`.
-    dtype: the dtype of the projections; None for that of the inputs and parameters together.
-    param_dtype: the dtype of the parameters; b_w, b_a, kk, ka, rk and the norm's are float32 at least.
-    rngs: the random streams of the parameters.
+    impl, chunk_size: of `lajax.dplr`.
+    dtype: of the projections; None for that of the inputs and parameters together.
+    param_dtype: of the parameters; b_w, b_a, kk, ka, rk and the norm's are float32 at least.
+    rngs: random streams of the initial parameters.
 
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: B. Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025, arXiv:2503.14456, its time mixing.
+  Paper: B. Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025,
+  arXiv:2503.14456, its time mixing.
   """
 
   def __init__(

@@ -14,7 +14,7 @@ from lajax._shapes import (
   check_whole,
 )
 from lajax.layers.state import CallDocuments
-from lajax.layers.stateful import StatefulLayer
+from lajax.layers.stateful import StatefulLayer, computation_dtype
 from lajax.ops import short_conv
 
 
@@ -39,8 +39,8 @@ class ShortConv(StatefulLayer):
   Raises:
     ValueError: an option is out of its range.
 
-  Paper: D. Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space Models", 2022,
-  arXiv:2212.14052, section 3.1 (the shift matrix, here with learned weights).
+  Paper: D. Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space Models",
+  2022, arXiv:2212.14052, section 3.1 (the shift matrix, here with learned weights).
   """
 
   def __init__(
@@ -64,7 +64,8 @@ class ShortConv(StatefulLayer):
     check_rngs(rngs)
     if activation not in ("silu", None):
       raise ValueError(
-        f"`activation` must be 'silu' or None; got {activation!r}. Apply another one to the outputs."
+        f"`activation` must be 'silu' or None; got {activation!r}. "
+        "Apply another one to the outputs."
       )
     bound = width**-0.5
     self.weight = nnx.Param(
@@ -93,7 +94,7 @@ class ShortConv(StatefulLayer):
     self, x: Float[Array, "B T D"], cache: Array | None, documents: CallDocuments
   ) -> tuple[Array, Array]:
     """Returns the convolution behind a cache, and the cache after it; x must be zero at padding."""
-    dtype = self.computation_dtype(x.dtype)
+    dtype = computation_dtype(self, x.dtype)
     past = self.init_conv(len(x), dtype) if cache is None else cache.astype(dtype)
     bias = None if self.bias is None else self.bias[...]
     options = {"activation": self.activation, "impl": self.impl}

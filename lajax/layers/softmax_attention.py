@@ -1,9 +1,9 @@
-"""Softmax attention with a key-value cache: the baseline of the linear mixers, and their partner in hybrid models."""
+"""Softmax attention with a key-value cache: the baseline, and the partner in hybrid models."""
 
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._shapes import check_flag, check_positive, check_whole
+from lajax._shapes import check_flag, check_number, check_positive, check_whole
 from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated, key_heads
 from lajax.layers.parameters import check_rotary, rotate, widen
 from lajax.layers.state import CallDocuments
@@ -25,9 +25,9 @@ class SoftmaxAttention(CachedMixer):
     d_model: D.
     num_heads: H, of the queries.
     head_dim: K.
-    num_kv_heads: HK, of the keys and values, a divisor of H; None for H. (1: multi-query attention.)
+    num_kv_heads: HK, of the keys and values, a divisor of H; None for H; 1 is multi-query.
     window: how many of the last tokens, itself included, a token reads; None for all.
-    max_length: tokens of a document that the cache holds; a first call with more makes room for them.
+    max_length: tokens of a document that the cache holds; a longer first call makes room for all.
     rope_theta: base of rotary positions, counted from each document's start; None for none.
     qk_norm: RMSNorm on the queries and keys of each head.
     output_gate: multiply the outputs by sigmoid(x W_g).
@@ -71,6 +71,7 @@ class SoftmaxAttention(CachedMixer):
     self.window = check_positive("window", window)
     self.max_length = check_whole("max_length", max_length)
     check_rotary(rope_theta, head_dim)
+    check_number("norm_eps", norm_eps, 0)
     check_flag("qk_norm", qk_norm)
     check_flag("output_gate", output_gate)
     check_flag("sink", sink)

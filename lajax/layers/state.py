@@ -1,7 +1,8 @@
 """State that a layer carries from call to call, its checks, and how a call's tokens continue it.
 
-A call may hold several documents (`segment_ids`), and a document may be split over calls. So a state
-holds, beside the memory of the recurrence, the document of its last token and that document's length.
+A call may hold several documents (`segment_ids`), and a document may be split over calls. So a
+state holds, beside the memory of the recurrence, the document of its last token and that document's
+length.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +17,11 @@ from lajax._shapes import check_ids, check_ids_fit
 
 
 class LayerState(NamedTuple):
-  """State of one layer: a pytree of arrays with the batch in front; a part that a layer lacks is None.
+  """State of one layer: a pytree of arrays [B ..]. A part that a layer lacks is None.
 
-  The next call continues the document of this state in three cases: without `segment_ids`, where its
-  first real token has the id `segment`, and where `segment` is -1. Otherwise that token begins a
-  document, and memory and convolution start from zeros.
+  The next call continues the document of this state in three cases: without `segment_ids`, where
+  its first real token has the id `segment`, and where `segment` is -1. Otherwise that token begins
+  a document, and memory and convolution start from zeros.
 
   `memory` and `conv` are floats and differentiable. NumPy arrays may stand in all parts.
   """
@@ -33,26 +34,30 @@ class LayerState(NamedTuple):
   length: Int[Array, "B"]  # int32: number of that document's tokens so far
 
 
-class _FieldKey(jax.tree_util.SequenceKey):
-  """Path of a state's part: an index for tools that know lists, `.memory` in messages.
+def register_by_index(kind: type) -> None:
+  """Registers a NamedTuple as a pytree whose paths are indices, with names in messages.
 
-  Without it, `nnx.tabulate` takes a NamedTuple for a list, fails on its names, and leaves the classes
-  that it was to describe unusable until the process ends.
+  Without it, `nnx.tabulate` takes a NamedTuple for a list, fails on the names of its parts, and
+  leaves the classes that it was to describe unusable until the process ends.
   """
 
-  def __str__(self) -> str:
-    return f".{LayerState._fields[self.idx]}"
+  class Key(jax.tree_util.SequenceKey):
+    def __str__(self) -> str:
+      return f".{kind._fields[self.idx]}"
+
+  keys = [Key(n) for n in range(len(kind._fields))]
+  jax.tree_util.register_pytree_with_keys(
+    kind,
+    lambda parts: (tuple(zip(keys, parts, strict=True)), None),
+    lambda _, parts: kind(*parts),
+    lambda parts: (tuple(parts), None),
+  )
 
 
-jax.tree_util.register_pytree_with_keys(
-  LayerState,
-  lambda state: (tuple((_FieldKey(n), part) for n, part in enumerate(state)), None),
-  lambda _, parts: LayerState(*parts),
-  lambda state: (tuple(state), None),
-)
+register_by_index(LayerState)
 
 
-# --- checks ----------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_state(state: Any, batch: int) -> LayerState:
@@ -93,7 +98,7 @@ def check_arrays(name: str, given: Any, letters: Any, wanted: Any) -> Any:
     if not isinstance(given, dict) or set(given) != set(wanted):
       got = sorted(given) if isinstance(given, dict) else _kind(given)
       raise ValueError(
-        f"`{name}` must be a dict of arrays with the keys {', '.join(wanted)}; got {got}. "
+        f"`{name}` must be a dict of arrays with the keys {', '.join(sorted(wanted))}; got {got}. "
         "Pass the state of an earlier call of this layer, or its init_state."
       )
     return {k: check_arrays(f"{name}[{k!r}]", given[k], letters, wanted[k]) for k in wanted}
@@ -109,7 +114,7 @@ def check_arrays(name: str, given: Any, letters: Any, wanted: Any) -> Any:
 
 
 def check_array(name: str, x: Any, letters: str, shape: tuple[int, ...], kind: str) -> Array:
-  """Returns an array of a state; ValueError unless it has this shape, and a floating or integer dtype."""
+  """Returns an array of a state; ValueError unless it has this shape and this kind of dtype."""
   dtype = getattr(x, "dtype", None)
   right_kind = dtype is not None and jnp.issubdtype(
     dtype, jnp.floating if kind == "floating" else jnp.integer
@@ -140,7 +145,7 @@ def _kind(x: Any) -> str:
   return f"{type(x).__name__} of {len(x)}" if isinstance(x, tuple | list) else type(x).__name__
 
 
-# --- documents -------------------------------------------------------------------------------------
+# --- documents ------------------------------------------------------------------------------------
 
 
 class CallDocuments(NamedTuple):
@@ -163,7 +168,7 @@ class CallDocuments(NamedTuple):
     return jnp.where(is_token, x, jnp.zeros((), x.dtype))
 
   def continued(self, state: Any) -> Any:
-    """Returns arrays [B ...] of a state with zeros in the rows where the call begins a new document."""
+    """Returns arrays [B ...] of a state, with zeros in rows where the call begins a document."""
     if self.continues is None:
       return state
     keep = self.continues
@@ -171,14 +176,18 @@ class CallDocuments(NamedTuple):
     return jax.tree.map(select, state)
 
 
+register_by_index(CallDocuments)
+
+
 def follow(
   state: LayerState | None, shape: tuple[int, int], segment_ids: Int[Array, "B T"] | None
 ) -> CallDocuments:
-  """Returns the documents of a call's [B T] tokens behind a state; None is the state before all tokens."""
+  """Returns the documents of a call's [B T] tokens behind a state; None for the first call."""
   B, T = shape
   if T == 0:
     raise ValueError(
-      "`x` must be [B T D] with at least one token; got T = 0. Leave the call out: it changes no state."
+      "`x` must be [B T D] with at least one token; got T = 0. "
+      "Leave the call out: it changes no state."
     )
   segment = jnp.full(B, -1, jnp.int32) if state is None else state.segment
   length = jnp.zeros(B, jnp.int32) if state is None else state.length

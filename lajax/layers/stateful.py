@@ -16,7 +16,7 @@ from lajax.layers.state import CallDocuments, LayerState, check_arrays, check_st
 
 
 class StatefulLayer(nnx.Module):
-  """A layer [B T D] -> [B T D] that carries a state: a subclass writes the methods of the first part."""
+  """A layer [B T D] -> [B T D] with a state: a subclass writes the methods of the first part."""
 
   dtype: Any  # of the computation; None for that of the inputs and parameters together
   memory_letters: Any = None  # axis letters of the memory: "B HV K V", or a tuple of such
@@ -58,10 +58,6 @@ class StatefulLayer(nnx.Module):
 
   # --- what all of them do ---
 
-  def computation_dtype(self, inputs) -> jnp.dtype:
-    """Returns the dtype of a call on inputs of the dtype `inputs`."""
-    return jnp.dtype(self.dtype or promoted(inputs, self.parameters_dtype))
-
   def __call__(
     self,
     x: Float[Array, "B T D"],
@@ -79,9 +75,10 @@ class StatefulLayer(nnx.Module):
         same, or if the state has seen none.
 
     Returns:
-      y [B T D], zero at padding, and the state after the last real token of each row. A state has the
-      dtypes of the computation, promoted with those of the state that came in: `init_state(batch,
-      dtype=x.dtype)` has them from the start, as the carry of a `lax.scan` needs it.
+      y [B T D], zero at padding, and the state after the last real token of each row. A state has
+      the dtypes of the computation, promoted with those of the state that came in:
+      `init_state(batch, dtype=x.dtype)` has them from the start, as the carry of a `lax.scan` needs
+      it.
 
     Raises:
       ValueError: an argument, or a part of the state, has the wrong rank, size or dtype.
@@ -110,7 +107,7 @@ class StatefulLayer(nnx.Module):
     """
     batch = check_batch(batch)
     check_dtype_option("dtype", dtype)
-    dtype = self.computation_dtype(self.parameters_dtype if dtype is None else dtype)
+    dtype = computation_dtype(self, self.parameters_dtype if dtype is None else dtype)
     return LayerState(
       self.init_memory(batch, dtype),
       self.init_conv(batch, dtype),
@@ -119,11 +116,16 @@ class StatefulLayer(nnx.Module):
     )
 
 
+def computation_dtype(layer: StatefulLayer, inputs) -> jnp.dtype:
+  """Returns the dtype of a layer's call on inputs of the dtype `inputs`."""
+  return jnp.dtype(layer.dtype or promoted(inputs, layer.parameters_dtype))
+
+
 def _call(
   layer: StatefulLayer, x: Array, state: LayerState | None, segment_ids
 ) -> tuple[Array, LayerState]:
   documents = follow(state, (x.shape[0], x.shape[1]), segment_ids)
-  dtype = layer.computation_dtype(x.dtype)
+  dtype = computation_dtype(layer, x.dtype)
   before = [None, None] if state is None else documents.continued([state.memory, state.conv])
   y, *after = layer.advance(documents.blank_padding(x), before[0], before[1], documents)
   wanted = jax.eval_shape(
@@ -139,14 +141,14 @@ def _call(
   return documents.blank_padding(y), LayerState(memory, conv, documents.segment, documents.length)
 
 
-# --- explicit meshes -------------------------------------------------------------------------------
+# --- explicit meshes ------------------------------------------------------------------------------
 
 
 def on_layer_mesh(call, layer: nnx.Module, x: Array, state, segment_ids):
-  """Calls `call(layer, x, state, segment_ids) -> (y, state)`, on automatic mesh axes if any are explicit.
+  """Calls `call(layer, x, state, segment_ids) -> (y, state)`, on automatic axes of its mesh.
 
-  y is laid out as x. An array of the state keeps the layout of the one that came in, if its type names
-  a mesh; otherwise it is split as the rows of x.
+  y is laid out as x. An array of the state keeps the layout of the one that came in, if its type
+  names a mesh; otherwise it is split as the rows of x.
   """
   if explicit_mesh(x, state, segment_ids, layer) is None:
     return call(layer, x, state, segment_ids)

@@ -1,4 +1,4 @@
-"""Inputs mixed with those of the token before, and projections of low rank: what the RWKV layers share."""
+"""Shared by the RWKV layers: inputs mixed with those of the token before, low-rank projections."""
 
 from collections.abc import Callable
 
@@ -10,18 +10,19 @@ from jaxtyping import Array, Float
 from lajax._shapes import check_dtype_option, check_number
 from lajax.layers.mixer import Mixer
 from lajax.layers.parameters import aligned, widen
+from lajax.layers.stateful import computation_dtype
 from lajax.ops import short_conv
 from lajax.ops.norm import over_rows
 
 
 class TokenShiftMixer(Mixer):
-  """A mixer whose projections read mixtures of the token and the one before. A subclass says which in `inputs`.
+  """A mixer whose projections read mixtures of the token and the one before: `inputs` says which.
 
   Args: those of `Mixer` but the convolution's.
   """
 
   def inputs(self, x: Float[Array, "B T D"], change: Float[Array, "B T D"]) -> dict[str, Array]:
-    """Returns what each projection, and whatever else `mix` wants, reads: `change` is the token before minus the token."""
+    """Returns what each projection and `mix` read; `change` is the token before minus the token."""
     raise NotImplementedError
 
   def init_conv(self, batch, dtype) -> Float[Array, "B 1 D"]:
@@ -29,7 +30,7 @@ class TokenShiftMixer(Mixer):
     return jnp.zeros((batch, 1, self.d_model), dtype)
 
   def project(self, x, conv, documents):
-    dtype = self.computation_dtype(x.dtype)
+    dtype = computation_dtype(self, x.dtype)
     x = x.astype(dtype)
     past = self.init_conv(len(x), dtype) if conv is None else conv.astype(dtype)
     # The token before, of the same document: a convolution of width 2 whose weights are (1, 0).
@@ -78,7 +79,10 @@ class LowRank(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-  """LayerNorm of each head, with one weight and one bias per channel: y = (x - mean x) / sqrt(var x + eps) * weight + bias."""
+  """LayerNorm of each head, with one weight and one bias per channel.
+
+  y = (x - mean x) / sqrt(var x + eps) * weight + bias
+  """
 
   def __init__(self, heads: int, width: int, *, eps: float, param_dtype):
     check_dtype_option("param_dtype", param_dtype, optional=False)

@@ -240,13 +240,13 @@ def _check_signed(name: str, x) -> None:
   """ValueError for positions or ids that would change when they become signed JAX integers."""
   if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
     raise ValueError(
-      f"`{name}` must be signed integers; got {x.dtype}. Cast them, as in {name}.astype(jnp.int32)."
+      f"`{name}` must be signed integers; got {x.dtype}. Cast them: {name}.astype(jnp.int32)."
     )
   kept = jax.dtypes.canonicalize_dtype(x.dtype)
   if isinstance(x, np.ndarray) and kept != x.dtype and (x != x.astype(kept)).any():
     raise ValueError(
-      f"`{name}` must fit into {kept}; got {x.dtype} up to {x.max()}. Number them from 0, or turn on"
-      " jax_enable_x64."
+      f"`{name}` must fit into {kept}; got {x.dtype} up to {x.max()}. Number them from 0, or turn"
+      " on jax_enable_x64."
     )
 
 

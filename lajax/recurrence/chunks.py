@@ -378,7 +378,7 @@ def _reach_forwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
   if masks is None:
     inside = _any_seen(bad, lower)
     return _Reach(inside, inside[-1])
-  inside = (masks.between & lower & bad).any(1)
+  inside = (masks.between & lower & bad[None]).any(1)
   return _Reach(inside, inside[-1], masks.from_start, masks.total)
 
 
@@ -387,7 +387,7 @@ def _reach_backwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
   if masks is None:
     inside = _any_seen(bad, upper)
     return _Reach(inside, inside[0])
-  inside = (masks.between & upper & bad).any(1)
+  inside = (masks.between & upper & bad[None]).any(1)
   return _Reach(inside, (masks.from_start & bad).any(), masks.to_end, masks.total)
 
 
