@@ -1,5 +1,7 @@
 """Gated DeltaNet 2: erase and write gates per channel."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -89,8 +91,6 @@ class GatedDeltaNet2(Mixer):
     erase, write = (jax.nn.sigmoid(widen(p[name])) for name in ("erase", "write"))
     f = self.decay_proj(p["f"]).reshape(k.shape)
     g = softplus_decay(f, self.A_log[...][:, None], self.dt_bias[...])
-    gates = {"erase": erase, "write": write}
-    o, memory = self.apply_op(
-      delta_rule, q, k, p["v"], None, g, memory=memory, documents=documents, **gates
-    )
+    op = functools.partial(delta_rule, erase=erase, write=write)
+    o, memory = self.apply_op(op, q, k, p["v"], None, g, memory=memory, documents=documents)
     return self.norm(o, p.get("gate")), memory

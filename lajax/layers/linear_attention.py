@@ -1,5 +1,7 @@
 """Linear attention with a feature map."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -106,9 +108,8 @@ class KernelAttention(Mixer):
     q = jnp.exp(q - jax.lax.stop_gradient(q.max(-1, keepdims=True)))  # a factor of q cancels
     k = jnp.exp(documents.blank_padding(k - m))
     sums = None if memory is None else memory[:2]
-    o, sums = self.apply_op(
-      normalized_linear_attention, q, k, v, g, scale=1.0, eps=0.0, memory=sums, documents=documents
-    )
+    op = functools.partial(normalized_linear_attention, eps=0.0)
+    o, sums = self.apply_op(op, q, k, v, g, scale=1.0, memory=sums, documents=documents)
     has_tokens = (documents.length > 0)[:, None, None]
     return o, (*sums, jnp.where(has_tokens, m[:, -1], before))
 

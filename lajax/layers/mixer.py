@@ -178,7 +178,12 @@ class Mixer(StatefulLayer):
     return y.reshape(*y.shape[:2], *dict(self.projections)[name])
 
   def apply_op(
-    self, op: Callable, *arrays: Array | None, memory, documents: CallDocuments, **options
+    self,
+    op: Callable,
+    *arrays: Array | None,
+    memory,
+    documents: CallDocuments,
+    scale: float | None = None,
   ) -> tuple[Array, Any]:
     """Calls an op on this layer's arrays with its memory, documents, impl and chunk size."""
     return op(
@@ -187,7 +192,7 @@ class Mixer(StatefulLayer):
       segment_ids=documents.ids,
       impl=self.impl,
       chunk_size=self.chunk_size,
-      **options,
+      scale=scale,
     )
 
   # --- what all of them do ---

@@ -1,5 +1,7 @@
 """RWKV-6 (Finch)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -92,8 +94,8 @@ class RWKV6(TokenShiftMixer):
 
   def mix(self, p, memory, documents):
     w = -jnp.exp(self.decay(p["w"])).reshape(p["k"].shape)
-    options = {"scale": 1.0, "bonus": widen(self.bonus[...])}
+    op = functools.partial(linear_attention, bonus=widen(self.bonus[...]))
     o, memory = self.apply_op(
-      linear_attention, p["r"], p["k"], p["v"], w, memory=memory, documents=documents, **options
+      op, p["r"], p["k"], p["v"], w, scale=1.0, memory=memory, documents=documents
     )
     return self.norm(o) * jax.nn.silu(p["gate"]), memory
