@@ -159,18 +159,18 @@ class Decay(NamedTuple):
       dreaders, dwriters = dreaders + _unhalf(dlater, 1), dwriters + _unhalf(dearlier, 0)
       large.append(((earlier * dearlier).sum(2), (later * dlater).sum(2)))
     squares = blocks.reshape(-1, 1, small.side * R, small.side * W)
-    keep = small.keep(R, W)
-    dlater = product(jnp.where(keep, squares, 0), small.decayed(writers))
+    keep, later, earlier = small.keep(R, W), small.decayed(readers), small.decayed(writers)
+    dlater = product(jnp.where(keep, squares, 0), earlier)
     keep, squares = np.swapaxes(keep, -1, -2), transposed(squares)
-    dearlier = product(jnp.where(keep, squares, 0), small.decayed(readers))
-    dlater, dearlier = small.decayed_pullback(dlater, R), small.decayed_pullback(dearlier, W)
-    dreaders += dlater.sum(1).reshape(readers.shape)
-    dwriters += dearlier.sum(1).reshape(writers.shape)
+    dearlier = product(jnp.where(keep, squares, 0), later)
+    dlater, later = small.by_token(dlater, R), small.by_token(later, R)
+    dearlier, earlier = small.by_token(dearlier, W), small.by_token(earlier, W)
+    dreaders += (dlater * small.products).sum(1).reshape(readers.shape)
+    dwriters += (dearlier * small.products).sum(1).reshape(writers.shape)
     dreaders, dwriters = lax.optimization_barrier((dreaders, dwriters))
     if scores is None:
       return dreaders, dwriters, Crossing()
-    blocked = lambda x: x.reshape(-1, 1, small.side, *x.shape[1:])
-    near = (dlater * blocked(readers)).sum(3) + (dearlier * blocked(writers)).sum(3)
+    near = (dlater * later).sum(3) + (dearlier * earlier).sum(3)
     return dreaders, dwriters, Crossing(None, near, tuple(large[::-1]))
 
   def scores_before(
@@ -235,9 +235,9 @@ class _Small(NamedTuple):
     decayed = x.reshape(-1, 1, self.side, *x.shape[1:]) * self.products
     return decayed.reshape(*decayed.shape[:2], -1, x.shape[-1])
 
-  def decayed_pullback(self, d: Float[Array, "M levels sideR K"], R: int):
-    """The cotangent of x [C R K] from each size of halves: [M levels side R K]."""
-    return d.reshape(-1, self.levels, self.side, R, d.shape[-1]) * self.products
+  def by_token(self, x: Float[Array, "M levels sideR K"], R: int):
+    """[M levels sideR K] -> [M levels side R K]."""
+    return x.reshape(-1, self.levels, self.side, R, x.shape[-1])
 
 
 # Masks are made by NumPy: operations of the program would have to be compiled.
@@ -460,9 +460,10 @@ def _gate_pullback_per_channel(
     whole = (whole[:, None] + _chosen(into_later, out_of_earlier, axis=1)).reshape(-1, K)
     upto = upto + _unhalf(later[:, :, None], 1)[:, 0]
     after = after + _unhalf(earlier[:, :, None], 0)[:, 0]
-  terms = jnp.concatenate(
-    [small.reshape(M, -1, K), upto.reshape(M, side, K), after.reshape(M, side, K)], axis=1
-  )
-  intervals = vary_like(jnp.asarray(_intervals(side).T, terms.dtype), terms)
-  dg = jnp.matmul(intervals, terms, precision=lax.Precision.HIGHEST) + whole[:, None]
+  # Three products, not one of a concatenation: XLA's CPU compiler would make `small` inside that.
+  intervals = vary_like(jnp.asarray(_intervals(side).T, small.dtype), small)
+  of_small, of_upto, of_after = jnp.split(intervals, [levels * side, (levels + 1) * side], axis=1)
+  full = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+  dg = full(of_small, lax.optimization_barrier(small).reshape(M, -1, K)) + whole[:, None]
+  dg += full(of_upto, upto.reshape(M, side, K)) + full(of_after, after.reshape(M, side, K))
   return dg.reshape(C, K)
