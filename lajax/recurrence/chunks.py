@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool
 
 from lajax._numerics import vary_like
 from lajax.recurrence.decays import Masks, document_masks
-from lajax.recurrence.documents import any_not_finite, finite, not_finite, previous
+from lajax.recurrence.documents import any_not_finite, finite, not_finite, previous, reached
 from lajax.recurrence.heads import Heads, heads_of
 from lajax.recurrence.rule import (
   Affine,
@@ -151,103 +150,77 @@ class _Loop(NamedTuple):
     heads = heads_of(tokens, state)
     blocks = _Blocks(heads, self.layout, document)
     bad = not_finite(tokens, state.shape[1], self.rule.log_decays)
-    bad_state = any_not_finite(state, 2)
+    spoiled = reached(bad, any_not_finite(state, 2), document)
 
-    def summary(documents, x, bad):
-      masks = _masks(documents)
-      return self.rule.chunk(x, masks, self.precision), _reach_forwards(bad, masks)
-
+    summary = lambda documents, x: self.rule.chunk(x, _masks(documents), self.precision)
     summary = heads.over(summary, heads.axes(tokens))
     read = lambda R, S, O: self.rule.respond(R, S, precision=self.precision) + O
 
-    def next_chunk(carry, chunk):
-      (state, spoiled), (affine, reach) = carry, chunk
-      after = heads.nest(apply)(affine, state), reach.leaving(spoiled)
-      return after, carry
-
-    def block(carry, n, _):
+    def block(state, n, _):
       x = blocks.load(finite(blocks.slice(tokens, n), self.rule.log_decays))
-      chunk, reach = summary(blocks.documents(n), x, blocks.load(blocks.slice(bad, n)))
-      xs = blocks.by_chunk((Affine(chunk.A, chunk.B), reach.over_chunks()))
-      carry, starts = lax.scan(next_chunk, carry, xs)
-      state, spoiled = blocks.merge_chunks(starts)
-      o, residuals = self._scaled(heads.nest(read)(chunk.R, state, chunk.O)), None
+      chunk = summary(blocks.documents(n), x)
+      body = lambda s, affine: (heads.nest(apply)(affine, s), s)
+      state, starts = lax.scan(body, state, blocks.by_chunk(Affine(chunk.A, chunk.B)))
+      o = heads.nest(read)(chunk.R, blocks.merge_chunks(starts), chunk.O)
+      o, residuals = self._scaled(o), None
       if self.rule.output is not None:
         residuals = heads.nest(output_pullback_of(self.rule).residuals)(o)
         o = heads.nest(self.rule.output)(o)
-      spoiled = reach.tokens(spoiled)
-      o = jnp.where(spoiled[..., None], jnp.nan, o)
-      results = blocks.store(o, heads.G > 1), blocks.store(spoiled, heads.G > 1)
-      return carry, results, Residuals(starts[0], None, blocks.by_chunk(residuals))
+      o = _nan_where(blocks.slice(spoiled, n), blocks.store(o, heads.G > 1))
+      return state, o, Residuals(starts, None, blocks.by_chunk(residuals))
 
     output = jax.eval_shape(
       self.rule.read, state[0, 0], state[0, 0], jax.tree.map(lambda x: x[0, 0, 0], tokens)
     )
-    o = jax.ShapeDtypeStruct((*bad.shape, *output.shape), output.dtype)
-    carry = heads.rows(finite(state)), heads.rows(bad_state)
-    carry, results, residuals = self._over_blocks(block, carry, (o, bad))
-    state, spoiled = (heads.unrows(x) for x in carry)
-    state = jnp.where(spoiled[..., None, None], jnp.nan, state)
-    o, spoiled = results
-    residuals = residuals._replace(spoiled=spoiled)
-    if self.rule.output is not None:
-      residuals = residuals._replace(outputs=o)
-    return (o, state), residuals
+    like = jax.ShapeDtypeStruct((*spoiled.shape, *output.shape), output.dtype)
+    state, o, residuals = self._over_blocks(block, heads.rows(finite(state)), like)
+    state = _nan_where(spoiled[:, -1], heads.unrows(state))
+    outputs = None if self.rule.output is None else o
+    return (o, state), residuals._replace(spoiled=spoiled, outputs=outputs)
 
   def pullback(self, inputs, document, residuals, cotangents):
     """Returns the cotangents of (tokens, state)."""
     (tokens, first), (do, dstate) = inputs, cotangents
     heads = heads_of(tokens, dstate)
     axes, blocks = heads.axes(tokens), _Blocks(heads, self.layout, document)
-    pullback = pullback_of(self.rule)
+    pullback, spoiled = pullback_of(self.rule), residuals.spoiled
     bad = not_finite(do, do.shape[2])
-    bad_state = any_not_finite(dstate, 2)
+    lost = spoiled | reached(bad, any_not_finite(dstate, 2), document, reverse=True)
+    lost_by_group = lost.reshape(*lost.shape[:2], heads.H, heads.G).any(3)
 
-    def begin(documents, x, do, bad):
-      masks = _masks(documents)
-      return *pullback.begin(x, masks, do, self.precision), _reach_backwards(bad, masks)
-
-    def finish(documents, x, *rest):
-      return pullback.finish(x, _masks(documents), *rest, self.precision)
-
+    begin = lambda documents, x, do: pullback.begin(x, _masks(documents), do, self.precision)
+    finish = lambda documents, x, *rest: pullback.finish(
+      x, _masks(documents), *rest, self.precision
+    )
     begin, finish = heads.over(begin, axes), heads.over(finish, axes)
 
-    def previous_chunk(carry, chunk):
-      (dstate, lost), (affine, reach) = carry, chunk
-      before = heads.nest(apply_transposed)(affine, dstate), reach.leaving(lost)
-      return before, carry
-
-    def block(carry, n, kept):
+    def block(dstate, n, kept):
       documents = blocks.documents(n)
       x = blocks.load(finite(blocks.slice(tokens, n), self.rule.log_decays))
-      unread = blocks.slice(residuals.spoiled, n)
-      d = jnp.where(unread[..., None], 0, finite(blocks.slice(do, n)))
-      d = self._scaled(blocks.load(d))
+      unread = blocks.slice(spoiled, n)[..., None]
+      d = self._scaled(blocks.load(jnp.where(unread, 0, finite(blocks.slice(do, n)))))
       if self.rule.output is not None:
         o = blocks.load(finite(blocks.slice(residuals.outputs, n)))
         back = output_pullback_of(self.rule).pullback
         d = heads.nest(back)(blocks.merge_chunks(kept.output), o, d)
-      affine, begun, reach = begin(documents, x, d, blocks.load(blocks.slice(bad, n)))
-      xs = blocks.by_chunk((affine, reach.over_chunks()))
-      carry, ends = lax.scan(previous_chunk, carry, xs, reverse=True)
-      dstate, lost = blocks.merge_chunks(ends)
-      dx = finish(documents, x, begun, blocks.merge_chunks(kept.states), dstate, d)
-      lost = reach.tokens(lost) | blocks.load(unread)
+      affine, begun = begin(documents, x, d)
+      body = lambda s, affine: (heads.nest(apply_transposed)(affine, s), s)
+      dstate, ends = lax.scan(body, dstate, blocks.by_chunk(affine), reverse=True)
+      states, ends = blocks.merge_chunks((kept.states, ends))
+      dx = finish(documents, x, begun, states, ends, d)
 
       def put(dx, x):
-        dx = jnp.where(lost.reshape(*lost.shape, *(1,) * (dx.ndim - lost.ndim)), jnp.nan, dx)
         grouped = heads.grouped(x)
-        return blocks.store(dx if grouped or heads.G == 1 else dx.sum(1), grouped)
+        dx = blocks.store(dx if grouped or heads.G == 1 else dx.sum(1), grouped)
+        return _nan_where(blocks.slice(lost if grouped else lost_by_group, n), dx)
 
-      return carry, jax.tree.map(put, dx, tokens), None
+      return dstate, jax.tree.map(put, dx, tokens), None
 
     kept = Residuals(residuals.states, None, residuals.output)
-    dstate = jnp.where(residuals.spoiled[:, -1, :, None, None], 0, finite(dstate))
-    carry = heads.rows(dstate), heads.rows(bad_state)
-    carry, dx, _ = self._over_blocks(block, carry, tokens, kept, reverse=True)
-    dstate, lost = (heads.unrows(x) for x in carry)
-    lost = lost | any_not_finite(first, 2)
-    return dx, jnp.where(lost[..., None, None], jnp.nan, dstate)
+    dstate = jnp.where(spoiled[:, -1, :, None, None], 0, finite(dstate))
+    dstate, dx, _ = self._over_blocks(block, heads.rows(dstate), tokens, kept, reverse=True)
+    lost = lost[:, 0] | any_not_finite(first, 2)
+    return dx, _nan_where(lost, heads.unrows(dstate))
 
   def _over_blocks(self, block, carry, like, residuals=None, reverse=False):
     """Scans `block` over all blocks: (carry, n, residuals) -> (carry, results, residuals).
@@ -343,53 +316,12 @@ def _masks(documents) -> Masks | None:
 
 # --- numbers that are not finite -----------------------------------------------------------------
 #
-# A product of matrices would carry NaN to every token of a chunk: 0 times NaN is NaN. So a chunk is
+# A product of matrices would carry NaN to every token of a chunk: 0 times NaN is NaN. So chunks are
 # computed without such numbers, and NaN is put where the recurrence would have it. A token is `bad`
 # if it holds such a number, its output is `spoiled` if it comes after a bad token, and its gradient
 # is `lost` if its output is spoiled or it comes before a bad cotangent.
 
 
-class _Reach(NamedTuple):
-  """Which tokens of a chunk, in the direction of the pass, come after a bad token of a document.
-
-  `entering` and `through` are None without documents, where both are true.
-  """
-
-  inside: Any  # [C]: after a bad token of the chunk
-  whole: Bool[Array, ""]  # the state that leaves the chunk comes after a bad token of the chunk
-  entering: Bool[Array, "C"] | None = None  # of the document that the pass enters the chunk in
-  through: Bool[Array, ""] | None = None  # the pass leaves the chunk in the document it enters in
-
-  def over_chunks(self) -> "_Reach":
-    return self._replace(inside=None, entering=None)
-
-  def leaving(self, spoiled: Array) -> Array:
-    """Whether the leaving state comes after a bad token, given that of the entering state."""
-    return self.whole | (spoiled if self.through is None else spoiled & self.through)
-
-  def tokens(self, spoiled: Array) -> Array:
-    """Whether each token comes after a bad token, given that of the state that enters."""
-    spoiled = spoiled[..., None]
-    return self.inside | (spoiled if self.entering is None else spoiled & self.entering)
-
-
-def _reach_forwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
-  lower = np.tri(len(bad), dtype=bool)
-  if masks is None:
-    inside = _any_seen(bad, lower)
-    return _Reach(inside, inside[-1])
-  inside = (masks.between & lower & bad[None]).any(1)
-  return _Reach(inside, inside[-1], masks.from_start, masks.total)
-
-
-def _reach_backwards(bad: Bool[Array, "C"], masks: Masks | None) -> _Reach:
-  upper = np.tri(len(bad), dtype=bool).T
-  if masks is None:
-    inside = _any_seen(bad, upper)
-    return _Reach(inside, inside[0])
-  inside = (masks.between & upper & bad[None]).any(1)
-  return _Reach(inside, (masks.from_start & bad).any(), masks.to_end, masks.total)
-
-
-def _any_seen(bad: Bool[Array, "C"], sees: np.ndarray) -> Bool[Array, "C"]:
-  return jnp.matmul(jnp.asarray(sees.astype(np.float32)), bad.astype(jnp.float32)) > 0
+def _nan_where(mask: Bool[Array, "..."], x: Array) -> Array:
+  """Returns x with NaN in the entries, along its first axes, that the mask names."""
+  return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), jnp.nan, x)

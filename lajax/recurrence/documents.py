@@ -94,13 +94,28 @@ def _is_log(path, log_decays: tuple[str, ...]) -> bool:
   return bool(path) and getattr(path[-1], "name", None) in log_decays
 
 
-def spoiled(
-  bad: Bool[Array, "B T HV"], document: Int[Array, "B T"] | None = None
+def reached(
+  bad: Bool[Array, "B T HV"],
+  bad_state: Bool[Array, "B HV"],
+  document: Int[Array, "B T"] | None = None,
+  *,
+  reverse: bool = False,
 ) -> Bool[Array, "B T HV"]:
-  """Returns which tokens are bad, or come after a bad token in their document."""
-  position = jnp.arange(bad.shape[1], dtype=jnp.int32)[:, None]
-  last_bad = lax.cummax(jnp.where(bad, position, -1), axis=1)
+  """Returns which tokens are bad, or come after a bad token or a bad first state in their document.
+
+  With `reverse`, time runs backwards: the state is the last one, and tokens come before a bad one.
+  """
+  position = jnp.arange(bad.shape[1], dtype=jnp.int32)[None, :, None]
   if document is None:
-    return last_bad >= 0
+    if reverse:
+      after = position <= jnp.where(bad, position, -1).max(1, keepdims=True)
+    else:
+      after = position >= jnp.where(bad, position, bad.shape[1]).min(1, keepdims=True)
+    return after | bad_state[:, None]
+  if reverse:
+    bad, document = jnp.flip(bad, 1), jnp.flip(document[:, -1:] - document, 1)
   begins = (document != previous(document))[..., None]
-  return last_bad >= lax.cummax(jnp.where(begins, position, 0), axis=1)
+  start = lax.cummax(jnp.where(begins, position, 0), axis=1)
+  after = lax.cummax(jnp.where(bad, position, -1), axis=1) >= start
+  after = after | (bad_state[:, None] & (document == 0)[..., None])
+  return jnp.flip(after, 1) if reverse else after
