@@ -20,7 +20,7 @@ import jax
 
 # The whole suite computes as users with strict settings do: arrays of different ranks or dtypes mix
 # only where the code says so.
-STRICT_PROMOTION = False
+STRICT_PROMOTION = True
 if STRICT_PROMOTION:
   jax.config.update("jax_numpy_rank_promotion", "raise")
   jax.config.update("jax_numpy_dtype_promotion", "strict")
