@@ -1,5 +1,6 @@
 """Based and ReBased: features that are polynomials of degree two."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 

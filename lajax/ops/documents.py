@@ -47,7 +47,8 @@ def segment_ids(
 
 def _ids_of_lengths(lengths, length: int | None) -> Int[Array, "B T"]:
   lengths = _whole_numbers("lengths", lengths, (1, 2), "[B] or [B N]")
-  dtype = jnp.int64 if lengths.dtype in (jnp.int64, jnp.uint64) else jnp.int32
+  wide = lengths.dtype in (jnp.int64, jnp.uint64)
+  dtype = jax.dtypes.canonicalize_dtype(jnp.int64 if wide else jnp.int32)
   ends = jnp.cumsum(lengths.reshape(len(lengths), -1), axis=1, dtype=dtype)
   if not isinstance(lengths, Tracer):
     if lengths.size and int(lengths.min()) < 0:
