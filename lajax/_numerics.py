@@ -24,6 +24,15 @@ def promoted(*dtypes) -> jnp.dtype:
     return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
+def promotion_is_strict() -> bool:
+  """Says whether JAX refuses to promote dtypes, here and now."""
+  try:
+    jnp.promote_types(jnp.bfloat16, jnp.float32)
+  except jax.dtypes.TypePromotionError:
+    return True
+  return False
+
+
 def product_precision(*arrays) -> lax.Precision:
   """Returns the precision of products.
 

@@ -250,6 +250,17 @@ def test_strict_promotion(impl, dtype):
     jax.eval_shape(jax.grad(total), x)
 
 
+@pytest.mark.parametrize("promotion", ["strict", "standard"])
+def test_gradient_in_bfloat16_under_each_promotion(promotion):
+  """Compiled: JAX's own attention mixes dtypes where its gradient is lowered, not where it is traced."""
+  x = normal(0, 1, 5, 2, 4)
+  loss = lambda x, impl="auto": (lajax.attention(x, x, x, impl=impl).astype(jnp.float32) ** 2).sum()
+  with jax.numpy_dtype_promotion(promotion):
+    got = quick_jit(jax.grad(loss))(jnp.asarray(x, jnp.bfloat16))
+  want = quick_jit(jax.grad(functools.partial(loss, impl="recurrent")))(jnp.asarray(x, jnp.float32))
+  assert relative_rms(got, want) < BUDGET["bfloat16"]["gradient"]
+
+
 def test_eager_calls_compile_once(caplog):
   """A second eager call of the same shapes compiles nothing."""
   x = normal(0, 1, 7, 2, 4)

@@ -110,7 +110,8 @@ class Program:
       of_kind, of_rows = jax.random.split(jax.random.fold_in(key, i))
       kind = jax.random.categorical(of_kind, log_shares) if len(branches) > 1 else 0
       loss, gradient = jax.lax.switch(kind, branches, parameters, rest, of_rows)
-      update, moments = self.optimizer.update(gradient, moments, parameters)
+      with jax.numpy_dtype_promotion("standard"):  # Optax's own code mixes dtypes
+        update, moments = self.optimizer.update(gradient, moments, parameters)
       parameters = jax.tree.map(lambda p, u: p - learning_rate * u, parameters, update)
       return (parameters, rest, moments), total + loss
 

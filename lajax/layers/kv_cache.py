@@ -36,7 +36,10 @@ def key_heads(num_heads: int, num_kv_heads: int | None) -> int:
 
 def gated(o: Float[Array, "B T H K"], gate: Float[Array, "B T H K"] | None):
   """Returns o * sigmoid(gate), computed in float32 at least, in o's dtype; o without a gate."""
-  return o if gate is None else (widen(o) * jax.nn.sigmoid(widen(gate))).astype(o.dtype)
+  if gate is None:
+    return o
+  wide = widen(o)
+  return (wide * jax.nn.sigmoid(gate.astype(wide.dtype))).astype(o.dtype)
 
 
 class CachedArray(NamedTuple):

@@ -9,8 +9,10 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from lajax._numerics import promoted
 from lajax._shapes import check, check_given, check_rngs, check_whole
 from lajax.layers import LayerState, ShortConv
+from lajax.layers.parameters import Linear
 
 
 class GatedShortConv(nnx.Module):
@@ -35,7 +37,7 @@ class GatedShortConv(nnx.Module):
     self.d_model = check_whole("d_model", d_model)
     width = check_whole("width", width)
     check_rngs(rngs)
-    self.gate = nnx.Linear(self.d_model, self.d_model, rngs=rngs)
+    self.gate = Linear(self.d_model, self.d_model, rngs=rngs)
     self.conv = ShortConv(self.d_model, width, use_bias=True, activation=None, rngs=rngs)
 
   def __call__(
@@ -88,7 +90,7 @@ class RecallModel(nnx.Module):
     self.layers = nnx.List([make(rngs=rngs) for make in layers])
     self.norms = nnx.List([nnx.RMSNorm(self.d_model, rngs=rngs) for _ in layers])
     self.final_norm = nnx.RMSNorm(self.d_model, rngs=rngs)
-    self.head = nnx.Linear(self.d_model, self.vocab_size, use_bias=False, rngs=rngs)
+    self.head = Linear(self.d_model, self.vocab_size, use_bias=False, rngs=rngs)
 
   def __call__(
     self,
@@ -123,7 +125,8 @@ class RecallModel(nnx.Module):
     after = []
     for i, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
       y, last = layer(norm(x), None if state is None else state[i], segment_ids=segment_ids)
-      x = x + y
+      dtype = promoted(x.dtype, y.dtype)
+      x = x.astype(dtype) + y.astype(dtype)
       after.append(last)
     return self.final_norm(x), after
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes, pallas
 from lajax._meshes import laid_out
-from lajax._numerics import product_precision
+from lajax._numerics import product_precision, promotion_is_strict
 from lajax.ops.run import refuse, use_kernels, without_padding
 from lajax.recurrence import attention as softmax
 from lajax.recurrence.documents import blank_padding, packing
@@ -137,7 +137,9 @@ def _plain(options: Options, q, k, v, sink, log_forget, segment_ids):
   if is_token is not None:
     q, k, v, log_forget = blank_padding((q, k, v, log_forget), is_token)
   one_type = q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype
-  bare = sink is None and log_forget is None and one_type and q.dtype != jnp.float64
+  # JAX's own attention has no gradient in bfloat16 where promotion is strict.
+  taken = not (q.dtype == jnp.float64 or (q.dtype == jnp.bfloat16 and promotion_is_strict()))
+  bare = sink is None and log_forget is None and one_type and taken
   if options.impl == "auto" and bare and q.shape[1] <= WHOLE:
     return without_padding(_whole(q, k, v, place, is_token is not None, options), is_token)
   return softmax.attend(
