@@ -252,7 +252,7 @@ def test_strict_promotion(impl, dtype):
 
 @pytest.mark.parametrize("promotion", ["strict", "standard"])
 def test_gradient_in_bfloat16_under_each_promotion(promotion):
-  """Compiled: JAX's own attention mixes dtypes where its gradient is lowered, not where it is traced."""
+  """Compiled: JAX's own attention mixes dtypes where its gradient is lowered, not traced."""
   x = normal(0, 1, 5, 2, 4)
   loss = lambda x, impl="auto": (lajax.attention(x, x, x, impl=impl).astype(jnp.float32) ** 2).sum()
   with jax.numpy_dtype_promotion(promotion):
