@@ -1,5 +1,7 @@
 """Dtypes, precision and products: the numerical choices that all folders share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,12 @@ def accumulation_dtype(*arrays) -> jnp.dtype:
   return jnp.dtype(
     jnp.float64 if any(x is not None and x.dtype == jnp.float64 for x in arrays) else jnp.float32
   )
+
+
+def promoted(*dtypes) -> jnp.dtype:
+  """Returns the dtype that holds numbers of all these dtypes, under JAX's strict promotion too."""
+  with jax.numpy_dtype_promotion("standard"):
+    return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
 def product_precision(*arrays) -> lax.Precision:

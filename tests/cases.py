@@ -263,6 +263,10 @@ def well_formed(op: str) -> dict[str, Any]:
     return {name: given[name] for name in ("q", "k", "v", "segment_ids")}
   if op == "attention":
     return arguments("attention-forget") | {"sink": arguments("attention-window_sink")["sink"]}
+  if op == "linear_attention":
+    return arguments("linear_attention-head") | {
+      "bonus": arguments("linear_attention-bonus")["bonus"]
+    }
   return arguments(f"{op}-{'vector' if op == 'linear_recurrence' else 'head'}")
 
 

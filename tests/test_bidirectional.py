@@ -55,7 +55,7 @@ def quadratic(kind: str, q, k, v, runs):
   else:
     w = jnp.where(seen, jnp.einsum("bihk,bjhk->bhij", q, k), 0)
   if kind == "scaling":
-    w = w / jnp.maximum(seen.sum(-1, keepdims=True), 1)
+    w = w / jnp.maximum(seen.sum(-1, keepdims=True), 1).astype(w.dtype)
   if kind == "normalized":
     w = w / (w.sum(-1, keepdims=True) + 1e-10)
   return jnp.einsum("bhij,bjhv->bihv", jnp.repeat(w, HV // H, axis=1), v)

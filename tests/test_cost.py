@@ -109,7 +109,9 @@ def test_keys_read():
 def test_operations_of_a_program():
   def program(a, b):
     c, _ = jax.lax.scan(lambda c, _: (c @ b + 1, None), a, length=7)
-    return jax.lax.cond(a[0, 0] > 0, lambda: c * 2, lambda: c).sum() + jnp.cumsum(jnp.arange(4))[0]
+    return jax.lax.cond(a[0, 0] > 0, lambda: c * 2, lambda: c).sum() + jnp.cumsum(jnp.arange(4))[
+      0
+    ].astype(a.dtype)
 
   a, b = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((3, 3), jnp.float32)
   traced_program = jax.make_jaxpr(program)(a, b)

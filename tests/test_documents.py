@@ -12,7 +12,7 @@ from cases import CASES, Shape
 import lajax
 from lajax.recurrence import linear_attention
 from lajax.recurrence.chunks import chunked
-from lajax.recurrence.documents import not_finite, spoiled
+from lajax.recurrence.documents import not_finite, reached
 from lajax.recurrence.tokens import recurrent
 
 SHAPE = Shape(T=40, HV=2, K=4, V=3)
@@ -132,7 +132,7 @@ def test_bad_cotangents_stay_in_their_document(impl):
 
   def gradient(arrays, ids, factor):
     loss = lambda arrays: (
-      lajax.linear_attention(**arrays, segment_ids=ids, impl=impl)[0] * factor[:, None, None]
+      lajax.linear_attention(**arrays, segment_ids=ids, impl=impl)[0] * factor[None, :, None, None]
     ).sum()
     return jax.grad(loss)(arrays)["v"]
 
@@ -146,12 +146,27 @@ def test_bad_cotangents_stay_in_their_document(impl):
   assert np.isnan(got[:, LENGTH:31]).all()
 
 
-def test_spoiled_tokens():
-  bad = np.zeros((1, 8, 1), bool)
+@pytest.mark.parametrize(
+  ("packed", "bad_state", "reverse", "want"),
+  [
+    (False, False, False, [0, 1, 1, 1, 1, 1, 1, 1]),
+    (False, False, True, [1, 1, 1, 1, 1, 1, 0, 0]),
+    (False, True, False, [1, 1, 1, 1, 1, 1, 1, 1]),
+    (False, True, True, [1, 1, 1, 1, 1, 1, 1, 1]),
+    (True, False, False, [0, 1, 1, 0, 0, 1, 1, 0]),
+    (True, False, True, [1, 1, 0, 1, 1, 1, 0, 0]),
+    (True, True, False, [1, 1, 1, 0, 0, 1, 1, 0]),  # the first state belongs to the first document
+    (True, True, True, [1, 1, 0, 1, 1, 1, 0, 1]),  # and the last one to the last document
+  ],
+)
+def test_tokens_that_a_bad_number_reaches(packed, bad_state, reverse, want):
+  """In two heads: bad tokens at 1 and 5 in the first, none in the second, whose state is finite."""
+  bad = np.zeros((1, 8, 2), bool)
   bad[0, [1, 5], 0] = True
-  document = jnp.array([[0, 0, 0, 1, 1, 1, 1, 2]])
-  assert spoiled(bad)[0, :, 0].tolist() == [False] + [True] * 7
-  assert spoiled(bad, document)[0, :, 0].tolist() == [0, 1, 1, 0, 0, 1, 1, 0]
+  document = jnp.array([[0, 0, 0, 1, 1, 1, 1, 2]]) if packed else None
+  found = reached(jnp.asarray(bad), jnp.array([[bad_state, False]]), document, reverse=reverse)
+  assert found[0, :, 0].tolist() == want
+  assert not found[0, :, 1].any()
 
 
 def test_infinite_decays_are_finite_numbers():

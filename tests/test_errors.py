@@ -35,14 +35,9 @@ def array(letters: str) -> jax.Array:
   return jnp.full([SIZES[axis] for axis in letters.split()], 0.5)
 
 
-def good(op: str) -> dict:
-  """Arguments that are right, every array of the op among them."""
-  return well_formed(op) | ({"bonus": array("H K")} if op == "linear_attention" else {})
-
-
 def one_token(op: str) -> dict:
   """The same of the op's step."""
-  arguments = good(op)
+  arguments = well_formed(op)
   state = arguments.pop("initial_state")
   del arguments["segment_ids"]
   return {n: x if n == "bonus" else x[:, 0] for n, x in arguments.items()} | {"state": state}
@@ -52,7 +47,7 @@ IDS = jnp.zeros((SIZES["B"], SIZES["T"]), jnp.int32)
 
 
 def call(op: str, **changes):
-  return getattr(lajax, op)(**good(op) | changes)
+  return getattr(lajax, op)(**well_formed(op) | changes)
 
 
 def error(op: str, **changes) -> str:
@@ -79,7 +74,7 @@ OPTIONAL = {
 CONV = dict(x="B T D", weight="D W", bias="D", cache="B W-1 D")
 TABLE = {  # name: function, arguments that are right, options
   **{
-    op: (getattr(lajax, op), good(op), ("impl",) if op == "linear_recurrence" else ("scale", "chunk_size", "impl"))
+    op: (getattr(lajax, op), well_formed(op), ("impl",) if op == "linear_recurrence" else ("scale", "chunk_size", "impl"))
     for op in OPS
     if op != "attention"
   },
@@ -88,7 +83,7 @@ TABLE = {  # name: function, arguments that are right, options
     for op in OPS
     if op != "attention"
   },
-  "attention": (lajax.attention, good("attention"), ("scale", "causal", "window", "impl")),
+  "attention": (lajax.attention, well_formed("attention"), ("scale", "causal", "window", "impl")),
   "bidirectional_linear_attention": (
     lajax.bidirectional_linear_attention, well_formed("bidirectional_linear_attention"), ("eps",)
   ),
@@ -200,8 +195,8 @@ def test_linear_recurrence_needs_tokens(x):
   "op", [op for op in OPS if op not in ("attention", "linear_recurrence", "delta_product")]
 )
 def test_value_heads_are_a_multiple(op):
-  arguments = {n: x for n, x in good(op).items() if n in ("q", "k", "a", "b", "segment_ids")}
-  gates = {n: ones(B, T, 3) for n in ("beta", "i", "f") if n in good(op)}
+  arguments = {n: x for n, x in well_formed(op).items() if n in ("q", "k", "a", "b", "segment_ids")}
+  gates = {n: ones(B, T, 3) for n in ("beta", "i", "f") if n in well_formed(op)}
   with pytest.raises(ValueError, match=r"3 heads of `v` \(HV\) must be a multiple of the 2 heads"):
     getattr(lajax, op)(**arguments, **gates, v=ones(B, T, 3, V))
 
@@ -287,7 +282,7 @@ def test_beta_or_erase_and_write():
 @pytest.mark.parametrize(("op", "name"), [("delta_rule", "beta"), ("mlstm", "f"), ("attention", "log_forget")])  # fmt: skip
 def test_nan_in_a_gate(op, name):
   """Seen where values can be seen, but for padding; under jit nothing is checked, and nothing breaks."""
-  x = jnp.asarray(good(op)[name]).at[0, 0].set(jnp.nan)
+  x = jnp.asarray(well_formed(op)[name]).at[0, 0].set(jnp.nan)
   count = int(jnp.isnan(x).sum())
   assert f"`{name}` must hold no NaN; got {count} of {x.size}" in error(op, **{name: x})
   jax.eval_shape(lambda x: call(op, **{name: x}), x)
@@ -297,8 +292,8 @@ def test_nan_in_a_gate(op, name):
 
 def test_infinite_gates():
   """-inf forgets everything; an input gate of +inf has no weight relative to itself."""
-  g = good("linear_attention")["g"].at[0, 1].set(-jnp.inf)
+  g = well_formed("linear_attention")["g"].at[0, 1].set(-jnp.inf)
   jax.eval_shape(lambda: call("linear_attention", g=g))
-  i = good("mlstm")["i"].at[0, 0, 0].set(jnp.inf)
+  i = well_formed("mlstm")["i"].at[0, 0, 0].set(jnp.inf)
   with pytest.raises(ValueError, match=re.escape("`i` must hold no +inf")):
     call("mlstm", i=i)

@@ -129,7 +129,7 @@ def test_griffin_with_biases_is_one_of_a_wider_input():
   want, _ = quick_jit(lambda p, x: nnx.merge(graph, p)(x))(
     state, np.concatenate([x, np.ones((1, 6, 1))], axis=-1)
   )
-  assert relative_rms(y, want[..., :D] + np.asarray(params["out_proj"]["bias"])) < 1e-12
+  assert relative_rms(y, want[..., :D] + np.asarray(params["out_proj"]["bias"])[None, None]) < 1e-12
 
 
 # --- forgetting attention --------------------------------------------------------------------------------------------

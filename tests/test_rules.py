@@ -122,12 +122,12 @@ class Leaky(NamedTuple):
 
 
 def _leaky_step(rate, c, state, x):
-  state = (1 - rate * x.written) * state + x.k[:, None] * x.v
+  state = (1 - rate * x.written) * state + x.k[:, None] * x.v[None]
   return state, state.T @ x.q + c * x.v
 
 
 def _leaky_lift(rate, x):
-  return Affine(1 - rate * x.written, x.k[:, None] * x.v)
+  return Affine(1 - rate * x.written, x.k[:, None] * x.v[None])
 
 
 def _leaky_read(c, before, after, x):
@@ -138,7 +138,7 @@ def _leaky_chunk(rate, c, x, masks, precision):
   logs = jnp.log1p(-rate * x.written)
   sums = jnp.cumsum(logs)
   lower = np.tri(len(logs), dtype=bool)
-  between = jnp.where(lower, jnp.exp(jnp.where(lower, sums[:, None] - sums, 0)), 0)
+  between = jnp.where(lower, jnp.exp(jnp.where(lower, sums[:, None] - sums[None], 0)), 0)
   from_start, to_end, total = jnp.exp(sums), between[-1], jnp.exp(sums[-1])
   if masks is not None:
     between = jnp.where(masks.between, between, 0)

@@ -34,6 +34,13 @@ def test_mask(dtype):
   )
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64])
+def test_sums_of_narrow_lengths(dtype):
+  """200 is no int8; the sum of the lengths is not in their dtype."""
+  made = lajax.segment_ids(lengths=np.array([[100, 100, 100]], dtype))
+  np.testing.assert_array_equal(made, np.repeat([[0, 1, 2]], 100, axis=1))
+
+
 def test_under_jit():
   made = jax.jit(lambda n: lajax.segment_ids(lengths=n, length=4))(jnp.array([[1, 2]]))
   np.testing.assert_array_equal(made, [[0, 1, 1, -1]])

@@ -14,24 +14,33 @@ from lajax.pallas.norm import gated_rms_norm
 from lajax.pallas.short_conv import short_conv
 
 T, D = 12, 16
+
+
+def scaled(x, w):
+  """x [.. D or 1] times w [D]."""
+  return x * w.reshape((1,) * (x.ndim - 1) + w.shape)
+
+
 # Functions of x [B T 1 D] and g [B T 1], of which each device has a part, and w [D], which all
 # share.
 OPS = {
-  "linear_attention": lambda x, g, w, impl: lajax.linear_attention(x, x * w, x, g, impl=impl)[0],
+  "linear_attention": lambda x, g, w, impl: lajax.linear_attention(
+    x, scaled(x, w), x, g, impl=impl
+  )[0],
   "linear_attention per channel": lambda x, g, w, impl: lajax.linear_attention(
-    x, x, x, g[..., None] * w**2, impl=impl
+    x, x, x, scaled(g[..., None], w**2), impl=impl
   )[0],
-  "delta_rule": lambda x, g, w, impl: lajax.delta_rule(x, x * w, x, -g, g, impl=impl)[0],
-  "dplr": lambda x, g, w, impl: lajax.dplr(x, x, x, -x * w, x, g, impl=impl)[0],
+  "delta_rule": lambda x, g, w, impl: lajax.delta_rule(x, scaled(x, w), x, -g, g, impl=impl)[0],
+  "dplr": lambda x, g, w, impl: lajax.dplr(x, x, x, -scaled(x, w), x, g, impl=impl)[0],
   "linear_recurrence": lambda x, g, w, impl: lajax.linear_recurrence(
-    x[:, :, 0], -(w**2) * abs(x[:, :, 0]), impl=impl
+    x[:, :, 0], -scaled(abs(x[:, :, 0]), w**2), impl=impl
   )[0],
-  "attention": lambda x, g, w, impl: lajax.attention(x, x * w, x, impl=impl),
+  "attention": lambda x, g, w, impl: lajax.attention(x, scaled(x, w), x, impl=impl),
 }
 KERNELS = OPS | {
   "gated_rms_norm": lambda x, g, w, _: gated_rms_norm(x.reshape(-1, D), w, x.reshape(-1, D)),
   "short_conv": lambda x, g, w, _: short_conv(
-    x[:, :, 0], w[:, None] * jnp.ones(4), w, jnp.zeros((x.shape[0], 3, D)), None
+    x[:, :, 0], jnp.repeat(w[:, None], 4, axis=1), w, jnp.zeros((x.shape[0], 3, D)), None
   )[0],
 }
 

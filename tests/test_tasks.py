@@ -338,7 +338,7 @@ def test_wrong_arguments_of_evaluate_are_refused():
     "one row of targets": lambda key, batch: (rows[0], rows[1][:1], rows[2]),
     "no mask": lambda key, batch: rows[:2],
     "mask of ints": lambda key, batch: (*rows[:2], rows[2].astype(jnp.int32)),
-    "inputs of floats": lambda key, batch: (rows[0] * 1.0, *rows[1:]),
+    "inputs of floats": lambda key, batch: (rows[0].astype(jnp.float32), *rows[1:]),
     "nothing masked": lambda key, batch: (*rows[:2], rows[2] & False),
     "one array": lambda key, batch: rows[0],
     "none": lambda key, batch: None,

@@ -1,6 +1,6 @@
 """What others fell into: each trap on its smallest input, and the faults of the libraries below us.
 
-Most traps are rows of `cases.ROWS` and `cases.LAYOUTS`, which `test_forms.py` and `test_laws.py` run through every form. Here
+Most traps are rows of `cases.ROWS` and `cases.LAYOUTS`, which `test_implementations.py` and `test_laws.py` run through every form. Here
 are those that need a shape, a process or a comparison of their own.
 """
 
@@ -34,7 +34,7 @@ def against_reference(case: Case, arrays, impl: str = "chunked", dtype: str = "f
 
 
 def until(T: int) -> np.ndarray:
-  """Segment ids that end the base shape's sequences after T tokens: the functions of test_forms.py then serve here too."""
+  """Segment ids that end the base shape's sequences after T tokens: the functions of test_implementations.py then serve here too."""
   return np.broadcast_to(np.where(np.arange(Shape().T) < T, 0, -1), (BATCH, Shape().T))
 
 
@@ -169,7 +169,7 @@ def test_suffix_sums_of_1e8(case_id, impl):
 
 @pytest.mark.parametrize("case_id", [id for id, case in CASES.items() if "positive" in case.rows])
 def test_positive_decay_is_documented(case_id):
-  """That a caller's error stays finite, and equal to `recurrent`, is a row of every table in test_forms.py."""
+  """That a caller's error stays finite, and equal to `recurrent`, is a row of every table in test_implementations.py."""
   assert re.search(r"<= 0|≤ 0|positive", getattr(lajax, CASES[case_id].op).__doc__)
 
 
@@ -418,7 +418,7 @@ def test_an_eps_of_0_where_nothing_is_read(impl):
     assert cases.relative_rms(x, y) <= budget("gradient")
 
 
-@pytest.mark.parametrize("impl", FORMS)
+@pytest.mark.parametrize("impl", [*FORMS, "auto"])
 def test_values_of_no_width_leave_the_normalizer(impl):
   q, k, v = np.abs(np.random.default_rng(0).standard_normal((3, 1, 5, 1, 4))).astype(np.float32)
   o, (S, z) = lajax.normalized_linear_attention(q, k, v[..., :0], impl=impl)

@@ -62,7 +62,7 @@ def rwkv6(q, k, v, g, bonus):
 
   def step(S, q, k, v, g):
     write = jnp.einsum("bhk,bhv->bhkv", k, v)
-    return _decayed(S, g) + write, jnp.einsum("bhk,bhkv->bhv", q, S + u[..., None] * write)
+    return _decayed(S, g) + write, jnp.einsum("bhk,bhkv->bhv", q, S + u[None, ..., None] * write)
 
   return over_tokens(step, _zeros(k, v), q, k, v, g)
 
@@ -159,7 +159,9 @@ def linear_attention_associative(q, k, v, g=None):
 
 def delta_rule_associative(q, k, v, beta, g=None):
   q, k, v, beta, *gates = _wide(q * q.shape[-1] ** -0.5, k, v, beta, g)
-  erase = jnp.eye(k.shape[-1]) - jnp.einsum("bthi,bthj,bth->bthij", k, k, beta)
+  erase = jnp.eye(k.shape[-1], dtype=k.dtype)[None, None, None] - jnp.einsum(
+    "bthi,bthj,bth->bthij", k, k, beta
+  )
   transitions = erase * jnp.exp(_over_columns(gates[0])) if gates else erase
   writes = jnp.einsum("bthk,bthv,bth->bthkv", k, v, beta)
 
@@ -234,7 +236,11 @@ PLAIN: dict[str, dict[str, Baseline]] = {
 
 def _wide(*arrays):
   """Casts to float32 at least, and leaves out arrays that are None."""
-  return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays if x is not None]
+  return [
+    x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    for x in arrays
+    if x is not None
+  ]
 
 
 def _zeros(k, v):
@@ -340,7 +346,7 @@ class TorchTimer:
     self.inputs = {name: self._tensor(x) for name, x in inputs.items()}
 
   def _tensor(self, x: jax.Array):
-    wide = np.array(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    wide = np.array(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32))
     tensor = self.torch.from_numpy(wide).to(getattr(self.torch, str(x.dtype)))
     return (tensor.cuda() if self.cuda else tensor).requires_grad_()
 

@@ -110,7 +110,7 @@ def inputs_of(config: Config, op: str, T: int) -> dict[str, jax.Array]:
 
 
 def loss_of(result) -> jax.Array:
-  wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  wide = lambda x: x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
   return jnp.stack([(wide(x) ** 2).sum() for x in jax.tree.leaves(result)]).sum()
 
 

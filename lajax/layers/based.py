@@ -1,5 +1,6 @@
 """Based and ReBased: features that are polynomials of degree two."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -145,4 +146,5 @@ class ReBased(KernelAttention):
     )
 
   def features(self, q, k, documents):
-    return squares(self.q_norm(widen(q))), squares(self.k_norm(widen(k)))
+    with jax.numpy_dtype_promotion("standard"):  # Flax's own code mixes dtypes
+      return squares(self.q_norm(widen(q))), squares(self.k_norm(widen(k)))

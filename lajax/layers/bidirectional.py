@@ -16,7 +16,7 @@ from lajax._shapes import (
 from lajax.layers.features import FeatureMap, scaled_exp
 from lajax.layers.features import feature_map as _feature_map
 from lajax.layers.mixer import value_heads, value_width
-from lajax.layers.parameters import widen
+from lajax.layers.parameters import Linear, widen
 from lajax.layers.stateful import on_layer_mesh
 from lajax.ops.bidirectional import (
   NORMALIZATIONS,
@@ -46,8 +46,8 @@ class _Bidirectional(nnx.Module):
     check_rngs(rngs)
     linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     widths = {"q": H * K, "k": H * K, "v": H * V}
-    self.in_proj = nnx.Dict({name: nnx.Linear(d_model, n, **linear) for name, n in widths.items()})
-    self.out_proj = nnx.Linear(H * V, d_model, **linear)
+    self.in_proj = nnx.Dict({name: Linear(d_model, n, **linear) for name, n in widths.items()})
+    self.out_proj = Linear(H * V, d_model, **linear)
     self.d_model, self.num_heads = d_model, num_heads
 
   def mix(self, q, k, v, segment_ids) -> Array:

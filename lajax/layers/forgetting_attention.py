@@ -7,10 +7,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from lajax._numerics import NEGLIGIBLE
+from lajax._numerics import NEGLIGIBLE, promoted
 from lajax._shapes import check_flag, check_number, check_whole
 from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated, key_heads
-from lajax.layers.parameters import aligned, promoted, widen
+from lajax.layers.parameters import aligned, widen
 from lajax.layers.state import CallDocuments
 from lajax.ops import attention
 from lajax.recurrence import attend

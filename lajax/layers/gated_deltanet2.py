@@ -9,7 +9,7 @@ from flax import nnx
 from lajax._numerics import l2_normalize
 from lajax._shapes import check_positive
 from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
-from lajax.layers.parameters import log_uniform_rate, softplus_decay, step_bias, widen
+from lajax.layers.parameters import Linear, log_uniform_rate, softplus_decay, step_bias, widen
 from lajax.ops import delta_rule
 
 
@@ -79,7 +79,7 @@ class GatedDeltaNet2(Mixer):
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    self.decay_proj = nnx.Linear(
+    self.decay_proj = Linear(
       R, H * K, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))

@@ -6,7 +6,7 @@ from flax import nnx
 
 from lajax._shapes import check_number, check_whole
 from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
-from lajax.layers.parameters import widen
+from lajax.layers.parameters import Linear, widen
 from lajax.ops import linear_attention
 
 
@@ -74,7 +74,7 @@ class GLA(Mixer):
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    self.decay_proj = nnx.Linear(gate_rank, H * K, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    self.decay_proj = Linear(gate_rank, H * K, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     self.norm = self.rms_norm(V, norm_eps)
     self.gate_normalizer = gate_normalizer
 

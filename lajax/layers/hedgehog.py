@@ -78,5 +78,6 @@ class Hedgehog(KernelAttention):
 def _both_signs(
   x: Float[Array, "B T H K"], weight: Float[Array, "H K K"]
 ) -> Float[Array, "B T H 2*K"]:
-  x = jnp.einsum("bthk,hkf->bthf", widen(x), widen(weight), precision="highest")
+  x = widen(x)
+  x = jnp.einsum("bthk,hkf->bthf", x, weight.astype(x.dtype), precision="highest")
   return jax.nn.softmax(jnp.concatenate([x, -x], axis=-1), axis=-1)

@@ -8,6 +8,7 @@ from lajax._numerics import l2_normalize
 from lajax._shapes import check_flag, check_number, check_positive
 from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
 from lajax.layers.parameters import (
+  Linear,
   bounded_decay,
   log_uniform_rate,
   softplus_decay,
@@ -102,8 +103,8 @@ class KimiDeltaAttention(Mixer):
       rngs=rngs,
     )
     linear = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self.decay_proj = nnx.Linear(R, HV * K, use_bias=False, **linear)
-    self.gate_proj = nnx.Linear(R, HV * V, **linear) if use_gate else None
+    self.decay_proj = Linear(R, HV * K, use_bias=False, **linear)
+    self.gate_proj = Linear(R, HV * V, **linear) if use_gate else None
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (HV,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (HV, K), self.gate_dtype))
     self.norm = self.rms_norm(V, norm_eps, "sigmoid")

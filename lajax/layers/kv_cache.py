@@ -14,9 +14,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from lajax._numerics import promoted
 from lajax._shapes import check, check_positive
 from lajax.layers.mixer import Mixer
-from lajax.layers.parameters import promoted, wide_dtype, widen
+from lajax.layers.parameters import wide_dtype, widen
 from lajax.layers.state import CallDocuments, LayerState
 
 Cache = tuple[Array, ...]  # each [B S HK ..]

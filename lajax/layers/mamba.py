@@ -6,7 +6,7 @@ from flax import nnx
 
 from lajax._shapes import check_flag, check_number, check_positive, check_whole
 from lajax.layers.mixer import Mixer
-from lajax.layers.parameters import aligned, step_bias, widen
+from lajax.layers.parameters import Linear, aligned, step_bias, widen
 from lajax.ops import linear_recurrence
 
 
@@ -78,8 +78,8 @@ class Mamba(Mixer):
       rngs=rngs,
     )
     linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self.x_proj = nnx.Linear(E, R + 2 * N, **linear)
-    self.dt_proj = nnx.Linear(R, E, **linear)
+    self.x_proj = Linear(E, R + 2 * N, **linear)
+    self.dt_proj = Linear(R, E, **linear)
     self.A_log = nnx.Param(
       jnp.broadcast_to(jnp.log(jnp.arange(1, N + 1, dtype=self.gate_dtype)), (E, N))
     )

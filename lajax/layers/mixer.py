@@ -19,7 +19,7 @@ from lajax._shapes import (
   check_rngs,
   check_whole,
 )
-from lajax.layers.parameters import GatedRMSNorm, wide_dtype
+from lajax.layers.parameters import GatedRMSNorm, Linear, wide_dtype
 from lajax.layers.short_conv import ShortConv, convolve_together
 from lajax.layers.state import CallDocuments
 from lajax.layers.stateful import StatefulLayer
@@ -112,7 +112,7 @@ class Mixer(StatefulLayer):
     check_dtype_option("param_dtype", param_dtype, optional=False)
     check_rngs(rngs)
     common = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    linear = lambda inputs, outputs: nnx.Linear(inputs, outputs, use_bias=use_bias, **common)
+    linear = lambda inputs, outputs: Linear(inputs, outputs, use_bias=use_bias, **common)
     self.projections = tuple((name, tuple(shape)) for name, shape in projections.items())
     columns = {name: prod(shape) for name, shape in projections.items()}
     self.in_proj = nnx.Dict({name: linear(d_model, width) for name, width in columns.items()})

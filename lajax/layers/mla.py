@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from lajax._shapes import check_positive, check_whole
 from lajax.layers.kv_cache import CachedArray, CachedMixer, Context
-from lajax.layers.parameters import check_rotary, rotate
+from lajax.layers.parameters import Linear, check_rotary, rotate
 from lajax.layers.state import CallDocuments
 from lajax.ops import attention
 from lajax.recurrence import attend
@@ -86,7 +86,7 @@ class MLA(CachedMixer):
       rngs=rngs,
     )
     self.norm = self.rms_norm(R, norm_eps)
-    self.up_proj = nnx.Linear(
+    self.up_proj = Linear(
       R, H * (K + V), use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
     self.num_heads, self.head_dim, self.kv_rank, self.rope_dim = H, K, R, P

@@ -10,16 +10,21 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lajax._numerics import accumulation_dtype
+from lajax._numerics import accumulation_dtype, promoted
 from lajax._shapes import IMPLS, check_dtype_option, check_number, check_option, check_whole
 from lajax.ops import gated_rms_norm
 from lajax.ops.norm import GATES
 
 
-def promoted(*dtypes: Any) -> jnp.dtype:
-  """Returns the dtype that holds numbers of all these dtypes, under JAX's strict promotion too."""
-  with jax.numpy_dtype_promotion("standard"):
-    return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
+def _in_one_dtype(arrays: tuple[Array | None, ...], *, dtype=None) -> tuple[Array | None, ...]:
+  """Returns arrays in `dtype`, or in the dtype that holds the numbers of all of them."""
+  if dtype is None:
+    dtype = promoted(*(x.dtype for x in arrays if x is not None))
+  return tuple(None if x is None else jnp.asarray(x, dtype) for x in arrays)
+
+
+# Flax's own promotion of inputs and parameters fails under JAX's strict promotion.
+Linear = functools.partial(nnx.Linear, promote_dtype=_in_one_dtype)
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
@@ -34,8 +39,8 @@ def widen(x: Array) -> Array:
 
 
 def aligned(weight: Float[Array, "*D"], x: Array) -> Float[Array, "..."]:
-  """Returns a parameter in float32 at least, with axes of size 1 in front up to the rank of x."""
-  return widen(weight).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
+  """Returns a parameter in the dtype of `widen(x)`, with axes of size 1 in front up to x's rank."""
+  return weight.astype(accumulation_dtype(x)).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
 
 
 # --- decays ---------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class RGLRU(StatefulLayer):
     start = (documents.position == 0)[..., None]
     log_a = -SHARPNESS * r * jax.nn.softplus(aligned(self.Lambda[...], r))
     log_a = jnp.where(start, -jnp.inf, log_a)
-    written = _input_scale(log_a) * i * widen(x)
+    written = _input_scale(log_a) * i * x.astype(i.dtype)
     h, memory = linear_recurrence(
       written, log_a, initial_state=memory, segment_ids=documents.ids, impl=self.impl
     )

@@ -8,7 +8,7 @@ from flax import nnx
 
 from lajax._shapes import check_whole
 from lajax.layers.mixer import value_heads, value_width
-from lajax.layers.parameters import aligned, widen
+from lajax.layers.parameters import Linear, aligned, widen
 from lajax.layers.token_shift import HeadNorm, LowRank, TokenShiftMixer
 from lajax.ops import linear_attention
 
@@ -74,7 +74,7 @@ class RWKV6(TokenShiftMixer):
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self.mu_x = nnx.Param(jnp.full(d_model, 0.5, param_dtype))
     self.mu = nnx.Param(jnp.full((len(SHIFTED), d_model), 0.5, param_dtype))
-    self.shift_down = nnx.Linear(d_model, len(SHIFTED) * shift_rank, use_bias=False, **options)
+    self.shift_down = Linear(d_model, len(SHIFTED) * shift_rank, use_bias=False, **options)
     self.shift_up = nnx.Param(
       0.01 * jax.random.normal(rngs.params(), (len(SHIFTED), shift_rank, d_model), param_dtype)
     )
@@ -89,7 +89,7 @@ class RWKV6(TokenShiftMixer):
     m = jnp.tanh(self.shift_down(towards(aligned(self.mu_x[...], wide))))
     m = m.reshape(*m.shape[:2], len(SHIFTED), m.shape[-1] // len(SHIFTED))
     m = widen(jnp.einsum("btir,ird->ibtd", m, self.shift_up[...].astype(m.dtype)))
-    mu = widen(self.mu[...])[:, None, None]
+    mu = self.mu[...].astype(wide.dtype)[:, None, None]
     return {name: towards(mu[n] + m[n]) for n, name in enumerate(SHIFTED)}
 
   def mix(self, p, memory, documents):

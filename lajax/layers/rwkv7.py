@@ -7,7 +7,7 @@ from flax import nnx
 from lajax._numerics import l2_normalize
 from lajax._shapes import check_whole
 from lajax.layers.mixer import value_heads, value_width
-from lajax.layers.parameters import aligned, widen
+from lajax.layers.parameters import Linear, aligned, widen
 from lajax.layers.token_shift import HeadNorm, LowRank, TokenShiftMixer
 from lajax.ops import dplr
 
@@ -85,15 +85,15 @@ class RWKV7(TokenShiftMixer):
     self.iclr = LowRank(
       d_model, iclr_rank, H * K, bias=jnp.zeros(H * K, self.gate_dtype), **options
     )
-    self.gate_down = nnx.Linear(d_model, gate_rank, use_bias=False, **options)
-    self.gate_up = nnx.Linear(gate_rank, H * V, use_bias=False, **options)
+    self.gate_down = Linear(d_model, gate_rank, use_bias=False, **options)
+    self.gate_up = Linear(gate_rank, H * V, use_bias=False, **options)
     self.removal = nnx.Param(jnp.full((H, K), 0.85, self.gate_dtype))  # kk
     self.replacement = nnx.Param(jnp.ones((H, K), self.gate_dtype))  # ka
     self.own = nnx.Param(jnp.zeros((H, K), self.gate_dtype))  # rk
     self.norm = HeadNorm(H, V, eps=norm_eps, param_dtype=self.gate_dtype)
 
   def inputs(self, x, change):
-    mu = widen(self.mu[...])[:, None, None]
+    mu = self.mu[...].astype(widen(x).dtype)[:, None, None]
     towards = lambda mu: (widen(x) + widen(change) * mu).astype(x.dtype)
     return {name: towards(mu[n]) for n, name in enumerate(SHIFTED)}
 

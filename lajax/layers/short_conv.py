@@ -148,7 +148,8 @@ def convolve_together(
 
   first = convs[names[0]]
   weight = join([convs[name].weight[...] for name in names], 0)
-  bias = None if first.bias is None else join([convs[name].bias[...] for name in names], 0)
+  biases = [bias[...] for name in names if (bias := convs[name].bias) is not None]
+  bias = join(biases, 0) if biases else None
   x = join([jax.lax.collapse(inputs[name], 2) for name in names], 2)
   cache = None if caches is None else join([caches[name] for name in names], 2)
   y, cache = first._convolve(x, weight, bias, cache, documents)

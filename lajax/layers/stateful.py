@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lajax._meshes import explicit_mesh, on_automatic_axes, spec_of
+from lajax._numerics import promoted
 from lajax._shapes import check, check_batch, check_dtype_option, check_given
-from lajax.layers.parameters import promoted
 from lajax.layers.state import CallDocuments, LayerState, check_arrays, check_state, follow
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from lajax._shapes import check_dtype_option, check_number
 from lajax.layers.mixer import Mixer
-from lajax.layers.parameters import aligned, widen
+from lajax.layers.parameters import Linear, aligned, widen
 from lajax.layers.stateful import computation_dtype
 from lajax.ops import short_conv
 from lajax.ops.norm import over_rows
@@ -67,8 +67,8 @@ class LowRank(nnx.Module):
     rngs,
   ):
     linear = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self.down = nnx.Linear(features, rank, **linear)
-    self.up = nnx.Linear(rank, outputs, kernel_init=nnx.initializers.zeros_init(), **linear)
+    self.down = Linear(features, rank, **linear)
+    self.up = Linear(rank, outputs, kernel_init=nnx.initializers.zeros_init(), **linear)
     self.bias = None if bias is None else nnx.Param(bias)
     self.activation = activation
 
@@ -95,6 +95,6 @@ class HeadNorm(nnx.Module):
     wide = wide - wide.mean(-1, keepdims=True)
     y = wide / jnp.sqrt((wide * wide).mean(-1, keepdims=True) + self.eps)
     flat = lax.collapse(y, 2)
-    per_channel = lambda w: over_rows(widen(w[...]).reshape(-1), flat.shape)
+    per_channel = lambda w: over_rows(w[...].astype(flat.dtype).reshape(-1), flat.shape)
     y = flat * per_channel(self.weight) + per_channel(self.bias)
     return y.reshape(x.shape).astype(x.dtype)

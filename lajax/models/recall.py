@@ -197,7 +197,8 @@ def recall_loss(
   labels, asked = at_positions(targets), at_positions(mask)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
   right = jnp.where(asked, (logits.argmax(-1) == labels).astype(jnp.int32), -1)
-  return jnp.where(asked, losses, 0).sum() / jnp.maximum(asked.sum(), 1), right
+  number = jnp.maximum(asked.sum(), 1).astype(losses.dtype)
+  return jnp.where(asked, losses, 0).sum() / number, right
 
 
 def _check(sizes=None, /, **arrays):

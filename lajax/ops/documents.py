@@ -47,7 +47,9 @@ def segment_ids(
 
 def _ids_of_lengths(lengths, length: int | None) -> Int[Array, "B T"]:
   lengths = _whole_numbers("lengths", lengths, (1, 2), "[B] or [B N]")
-  ends = jnp.cumsum(lengths.reshape(len(lengths), -1), axis=1)
+  wide = lengths.dtype in (jnp.int64, jnp.uint64)
+  dtype = jax.dtypes.canonicalize_dtype(jnp.int64 if wide else jnp.int32)
+  ends = jnp.cumsum(lengths.reshape(len(lengths), -1), axis=1, dtype=dtype)
   if not isinstance(lengths, Tracer):
     if lengths.size and int(lengths.min()) < 0:
       raise ValueError(f"`lengths` must be at least 0; got {int(lengths.min())}.")
@@ -61,7 +63,7 @@ def _ids_of_lengths(lengths, length: int | None) -> Int[Array, "B T"]:
     raise ValueError(
       "`length` must be T where `lengths` is traced, as the result's shape; got None."
     )
-  position = jnp.arange(length)
+  position = jnp.arange(length, dtype=ends.dtype)
   document = (ends[:, None, :] <= position[None, :, None]).sum(-1, dtype=jnp.int32)
   return jnp.where(position[None] < ends[:, -1:], document, -1)
 
@@ -77,7 +79,7 @@ def _ids_of_mask(mask, length: int | None) -> Int[Array, "B T"]:
         f"`mask` must be True (or 1) for tokens and False (or 0) for padding; got {int(wrong[0])}. "
         "Ids of documents are passed as `segment_ids` as they are."
       )
-  return jnp.where(mask != 0, 0, -1).astype(jnp.int32)
+  return jnp.where(mask.astype(bool), 0, -1).astype(jnp.int32)
 
 
 def _whole_numbers(name: str, x, ranks: tuple[int, ...], letters: str, also_bool: bool = False):

@@ -105,17 +105,25 @@ def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) 
       "`scale` must be a number known when the function is traced; got a traced array. "
       "Multiply `q` by it."
     )
-  if 0 in (sizes[letter] for letter in op.family.output.split()):
-    return None  # nothing is launched
 
   def inputs(arrays, state, segment_ids):
     call = Call(arrays, state, segment_ids, 1.0, given.eps, by_kernels=True)
     problem = op.family.problem(call)
+    empty.append(_is_empty(problem))
     return problem.tokens, problem.state
 
+  empty: list[bool] = []
   bare = lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
   arguments = jax.tree.map(bare, (given.arrays, given.state, given.segment_ids))  # on no mesh
-  return op.supports(*jax.eval_shape(inputs, *arguments), chunk_size)
+  tokens, state = jax.eval_shape(inputs, *arguments)
+  if empty[0]:
+    return None  # nothing is launched
+  return op.supports(tokens, state, chunk_size)
+
+
+def _is_empty(problem: Problem) -> bool:
+  """Says whether there is nothing to compute: no tokens, or a state without numbers."""
+  return 0 in problem.state.shape or any(x.shape[1] == 0 for x in jax.tree.leaves(problem.tokens))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -134,7 +142,7 @@ def _compute(op: Op, options: Options, arrays, state, segment_ids, traced_scale)
       document, is_token = packing(problem.segment_ids)
       problem = problem._replace(tokens=blank_padding(tokens, is_token))
     like = arrays[family.like]
-    if any(0 in x.shape for x in (problem.state, *jax.tree.leaves(tokens))):
+    if _is_empty(problem):
       output = jnp.zeros(family.output_shape(given), like.dtype)
       return output, problem.final(problem.state)
     o, final = run(op, problem, document, scale, options)
@@ -178,7 +186,7 @@ def without_padding(o: jax.Array, is_token: jax.Array | None) -> jax.Array:
 
 def use_kernels(impl: str, supports: Callable[[], str | None], sizes: _shapes.Sizes) -> bool:
   """Says whether kernels compute: named, or by "auto" for several tokens if they take them."""
-  return impl == "pallas" or (sizes["T"] > 1 and pallas.wanted(impl) and supports() is None)
+  return impl == "pallas" or (pallas.wanted(impl) and sizes["T"] > 1 and supports() is None)
 
 
 def kernels_compute(impl: str, supports: Callable[[], str | None], x: jax.Array) -> bool:

@@ -123,7 +123,7 @@ def _shifted_documents(x, past, taps, ids):
   y = taps(seen, lambda read, w: jnp.where(same(w)[..., None], read, jnp.zeros((), read.dtype)))
   y = jnp.take_along_axis(y, jnp.maximum(rank, 0)[..., None], axis=1)
   last = (
-    rank[:, -1:] + 1 + jnp.arange(reach)[None]
+    rank[:, -1:] + 1 + jnp.arange(reach, dtype=jnp.int32)[None]
   )  # the cache's length behind the last token, in `seen`
   last_document = jnp.take_along_axis(document, rank[:, -1:] + reach, axis=1)
   rest = jnp.take_along_axis(seen, last[..., None], axis=1)

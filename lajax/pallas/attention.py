@@ -302,7 +302,7 @@ def _backward(static, residuals, do):
   dk, dv = _backward_launch(p, "keys", (q, k, v, do, lse, delta), (k, v), documents)
   dsink = None
   if sink is not None:
-    weight = jnp.exp(jnp.maximum(sink.astype(f32), LOWEST) - lse)
+    weight = jnp.exp(jnp.maximum(sink.astype(f32), LOWEST)[None, None] - lse)
     dsink = -jnp.sum(weight * delta, axis=(0, 1)).astype(sink.dtype)
   if documents is not None:
     dq, dk, dv = replace(marked, (dq, dk, dv), jnp.nan)

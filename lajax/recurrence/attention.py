@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lajax import _shapes
 from lajax._meshes import laid_out
-from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision, vary_like
+from lajax._numerics import NEGLIGIBLE, accumulation_dtype, product_precision, promoted, vary_like
 from lajax.recurrence.transforms import linear_map
 
 BLOCK = 256  # queries and keys in a block
@@ -307,7 +307,7 @@ def _common(queries: Placement, keys: Placement) -> tuple[Placement, Placement]:
   """Both in one dtype, of 32 bits at least: differences of positions must not overflow."""
 
   def widest(x, y):
-    dtype = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.int32)
+    dtype = promoted(x.dtype, y.dtype, jnp.int32)
     return x.astype(dtype), y.astype(dtype)
 
   pairs = [widest(x, y) for x, y in zip(queries, keys, strict=True)]
