@@ -136,15 +136,17 @@ def convolve_together(
 
   def join(arrays, axis: int):
     """[.. channels ..] of each name -> [.. heads * (all widths) ..]."""
-    split = [x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :]) for x in arrays]
-    joined = jnp.concatenate(split, axis=axis + 1)
-    return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+    split = [
+      x.reshape(*x.shape[:axis], heads, width, *x.shape[axis + 1 :])
+      for x, width in zip(arrays, widths, strict=True)
+    ]
+    return jax.lax.collapse(jnp.concatenate(split, axis=axis + 1), axis, axis + 2)
 
   def part(x) -> dict[str, Array]:
     """[B T heads * (all widths)] -> [B T channels] of each name."""
-    ends = list(itertools.accumulate(widths))[:-1]
-    parts = jnp.split(x.reshape(*x.shape[:2], heads, -1), ends, axis=-1)
-    return {name: y.reshape(*y.shape[:2], -1) for name, y in zip(names, parts, strict=True)}
+    by_head = x.reshape(*x.shape[:2], heads, sum(widths))
+    parts = jnp.split(by_head, list(itertools.accumulate(widths))[:-1], axis=-1)
+    return {name: jax.lax.collapse(y, 2) for name, y in zip(names, parts, strict=True)}
 
   first = convs[names[0]]
   weight = join([convs[name].weight[...] for name in names], 0)
