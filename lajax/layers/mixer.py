@@ -20,7 +20,7 @@ from lajax._shapes import (
   check_whole,
 )
 from lajax.layers.parameters import GatedRMSNorm, Linear, wide_dtype
-from lajax.layers.short_conv import ShortConv
+from lajax.layers.short_conv import ShortConv, convolve_together
 from lajax.layers.state import CallDocuments
 from lajax.layers.stateful import StatefulLayer
 
@@ -145,14 +145,9 @@ class Mixer(StatefulLayer):
     p = {name: self.projected(name, x) for name, _ in self.projections}
     if self.conv is None:
       return p, None
-    cache = {}
-    for name in self.convolved:
-      flat = jax.lax.collapse(p[name], 2)
-      flat, cache[name] = self.conv[name].convolve(
-        flat, None if conv is None else conv[name], documents
-      )
-      p[name] = flat.reshape(p[name].shape)
-    return p, cache
+    convolved = {name: p[name] for name in self.convolved}
+    convolved, conv = convolve_together(self.conv, convolved, conv, documents)
+    return p | convolved, conv
 
   def init_memory(self, batch: int, dtype):
     """Returns the memory before the first token of a computation in `dtype`: zeros."""

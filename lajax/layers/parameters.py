@@ -16,11 +16,11 @@ from lajax.ops import gated_rms_norm
 from lajax.ops.norm import GATES
 
 
-def _in_one_dtype(arrays: tuple[Array | None, ...], *, dtype=None) -> tuple[Array | None, ...]:
-  """Returns arrays in `dtype`, or in the dtype that holds the numbers of all of them."""
+def _in_one_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
+  """Returns a tuple of arrays in `dtype`, or in the dtype that holds the numbers of all of them."""
   if dtype is None:
-    dtype = promoted(*(x.dtype for x in arrays if x is not None))
-  return tuple(None if x is None else jnp.asarray(x, dtype) for x in arrays)
+    dtype = promoted(*(x.dtype for x in args if x is not None))
+  return tuple(None if x is None else jnp.asarray(x, dtype) for x in args)
 
 
 # Flax's own promotion of inputs and parameters fails under JAX's strict promotion.

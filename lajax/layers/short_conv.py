@@ -1,5 +1,8 @@
 """Short causal depthwise convolution, which stands before most linear mixers."""
 
+import itertools
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -94,8 +97,63 @@ class ShortConv(StatefulLayer):
     self, x: Float[Array, "B T D"], cache: Array | None, documents: CallDocuments
   ) -> tuple[Array, Array]:
     """Returns the convolution behind a cache, and the cache after it; x must be zero at padding."""
+    return self._convolve(x, self.weight[...], self._bias(), cache, documents)
+
+  def _bias(self) -> Array | None:
+    return None if self.bias is None else self.bias[...]
+
+  def _convolve(self, x, weight, bias, cache, documents: CallDocuments) -> tuple[Array, Array]:
     dtype = computation_dtype(self, x.dtype)
-    past = self.init_conv(len(x), dtype) if cache is None else cache.astype(dtype)
-    bias = None if self.bias is None else self.bias[...]
+    if cache is None:
+      cache = jnp.zeros((x.shape[0], self.width - 1, x.shape[2]), dtype)
     options = {"activation": self.activation, "impl": self.impl}
-    return short_conv(x.astype(dtype), self.weight[...], bias, past, documents.ids, **options)
+    return short_conv(x.astype(dtype), weight, bias, cache.astype(dtype), documents.ids, **options)
+
+
+def convolve_together(
+  convs: Mapping[str, ShortConv],
+  inputs: Mapping[str, Float[Array, "B T ..."]],
+  caches: Mapping[str, Float[Array, "B W-1 D"]] | None,
+  documents: CallDocuments,
+) -> tuple[dict[str, Array], dict[str, Array]]:
+  """Returns the convolutions of several inputs, all computed by one call, and their caches.
+
+  One call compiles in a third of the time of three: XLA computes the taps of each call again for
+  every product that needs them. Channels are joined head by head, so that arrays which are sharded
+  by heads stay where they are.
+
+  Args:
+    convs: convolutions with the same options, by name.
+    inputs: [B T *shape], where the shape begins with the heads; zero at padding.
+    caches: what each convolution carries; None for zeros.
+    documents: of the call's tokens.
+  """
+  names = tuple(inputs)
+  heads = min(inputs[name].shape[2] for name in names)
+  if any(inputs[name].shape[2] % heads for name in names):
+    heads = 1
+  widths = [convs[name].channels // heads for name in names]
+
+  def join(arrays, axis: int):
+    """[.. channels ..] of each name -> [.. heads * (all widths) ..]."""
+    split = [
+      x.reshape(*x.shape[:axis], heads, width, *x.shape[axis + 1 :])
+      for x, width in zip(arrays, widths, strict=True)
+    ]
+    return jax.lax.collapse(jnp.concatenate(split, axis=axis + 1), axis, axis + 2)
+
+  def part(x) -> dict[str, Array]:
+    """[B T heads * (all widths)] -> [B T channels] of each name."""
+    by_head = x.reshape(*x.shape[:2], heads, sum(widths))
+    parts = jnp.split(by_head, list(itertools.accumulate(widths))[:-1], axis=-1)
+    return {name: jax.lax.collapse(y, 2) for name, y in zip(names, parts, strict=True)}
+
+  first = convs[names[0]]
+  weight = join([convs[name].weight[...] for name in names], 0)
+  biases = [bias[...] for name in names if (bias := convs[name].bias) is not None]
+  bias = join(biases, 0) if biases else None
+  x = join([jax.lax.collapse(inputs[name], 2) for name in names], 2)
+  cache = None if caches is None else join([caches[name] for name in names], 2)
+  y, cache = first._convolve(x, weight, bias, cache, documents)
+  outputs = {name: y.reshape(inputs[name].shape) for name, y in part(y).items()}
+  return outputs, part(cache)

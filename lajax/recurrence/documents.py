@@ -106,12 +106,12 @@ def reached(
   With `reverse`, time runs backwards: the state is the last one, and tokens come before a bad one.
   """
   position = jnp.arange(bad.shape[1], dtype=jnp.int32)[None, :, None]
-  if document is None:
+  if document is None:  # compares with one number per row: such a mask is cheap to form again
     if reverse:
-      after = position <= jnp.where(bad, position, -1).max(1, keepdims=True)
-    else:
-      after = position >= jnp.where(bad, position, bad.shape[1]).min(1, keepdims=True)
-    return after | bad_state[:, None]
+      last = jnp.where(bad, position, -1).max(1)
+      return position <= jnp.where(bad_state, bad.shape[1], last)[:, None]
+    first = jnp.where(bad, position, bad.shape[1]).min(1)
+    return position >= jnp.where(bad_state, 0, first)[:, None]
   if reverse:
     bad, document = jnp.flip(bad, 1), jnp.flip(document[:, -1:] - document, 1)
   begins = (document != previous(document))[..., None]
