@@ -398,7 +398,7 @@ def check_number(
 
 def check_not_negative(name: str, value) -> float:
   """Returns a finite number of at least 0; ValueError for anything else."""
-  return check_number(name, value, 0)
+  return check_number(name, value, 0.0)
 
 
 def check_positive(name: str, value, high: int = 2**31 - 1) -> int | None:

@@ -133,7 +133,7 @@ class ReBased(KernelAttention):
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    check_number("norm_eps", norm_eps, 0)
+    check_number("norm_eps", norm_eps, 0.0)
     options = {
       "epsilon": norm_eps,
       "use_fast_variance": False,

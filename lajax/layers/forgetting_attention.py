@@ -69,7 +69,7 @@ class ForgettingAttention(CachedMixer):
     H, K = check_whole("num_heads", num_heads), check_whole("head_dim", head_dim)
     HK = key_heads(H, num_kv_heads)
     self.max_length = check_whole("max_length", max_length)
-    check_number("norm_eps", norm_eps, 0)
+    check_number("norm_eps", norm_eps, 0.0)
     check_flag("qk_norm", qk_norm)
     check_flag("output_gate", output_gate)
     projections = {"q": (H, K), "k": (HK, K), "v": (HK, K), "f": (H,)}

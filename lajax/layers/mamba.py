@@ -62,7 +62,7 @@ class Mamba(Mixer):
     check_positive("inner_dim", inner_dim)
     check_positive("dt_rank", dt_rank)
     check_flag("inner_norm", inner_norm)
-    check_number("norm_eps", norm_eps, 0)
+    check_number("norm_eps", norm_eps, 0.0)
     E, N, R = inner_dim or 2 * d_model, state_dim, dt_rank or -(-d_model // 16)
     super().__init__(
       d_model,

@@ -162,7 +162,7 @@ class Mixer(StatefulLayer):
 
   def rms_norm(self, width: int, norm_eps: float, activation: str = "swish") -> GatedRMSNorm:
     """Returns a norm with this layer's options."""
-    check_number("norm_eps", norm_eps, 0)
+    check_number("norm_eps", norm_eps, 0.0)
     return GatedRMSNorm(
       width, activation, eps=norm_eps, impl=self.impl, param_dtype=self.gate_dtype
     )

@@ -118,7 +118,7 @@ class GatedRMSNorm(nnx.Module):
     check_option("activation", activation, tuple(GATES))
     check_dtype_option("param_dtype", param_dtype, optional=False)
     self.weight = nnx.Param(jnp.ones(width, param_dtype))
-    self.activation, self.eps, self.impl = activation, check_number("eps", eps, 0), impl
+    self.activation, self.eps, self.impl = activation, check_number("eps", eps, 0.0), impl
 
   def __call__(
     self, x: Float[Array, "... D"], gate: Float[Array, "... D"] | None = None

@@ -71,7 +71,7 @@ class SoftmaxAttention(CachedMixer):
     self.window = check_positive("window", window)
     self.max_length = check_whole("max_length", max_length)
     check_rotary(rope_theta, head_dim)
-    check_number("norm_eps", norm_eps, 0)
+    check_number("norm_eps", norm_eps, 0.0)
     check_flag("qk_norm", qk_norm)
     check_flag("output_gate", output_gate)
     check_flag("sink", sink)

@@ -88,7 +88,7 @@ class HeadNorm(nnx.Module):
     check_dtype_option("param_dtype", param_dtype, optional=False)
     self.weight = nnx.Param(jnp.ones((heads, width), param_dtype))
     self.bias = nnx.Param(jnp.zeros((heads, width), param_dtype))
-    self.eps = check_number("norm_eps", eps, 0)
+    self.eps = check_number("norm_eps", eps, 0.0)
 
   def __call__(self, x: Float[Array, "B T H V"]) -> Float[Array, "B T H V"]:
     wide = widen(x)
