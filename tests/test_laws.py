@@ -206,9 +206,7 @@ def _poisons(case, arrays) -> list[tuple[str, float]]:
   names = [name for name in arrays if name not in case.shared]
   values = [name for name in names if name not in ("initial_state", *cases.GATES)]
   cotangents = ("o", "state") if case.stateful else ("o",)
-  poisons = [(name, np.nan) for name in (*names, *cotangents)] + [
-    (name, np.inf) for name in values
-  ]
+  poisons = [(name, np.nan) for name in (*names, *cotangents)] + [(name, np.inf) for name in values]
   return poisons[:BATCH]
 
 
