@@ -341,7 +341,8 @@ def check_dtype_option(name: str, dtype, *, optional: bool = True):
     return None
   wanted = "a floating dtype such as jnp.bfloat16 or jnp.float32" + ", or None" * optional
   try:
-    known = None if dtype is None else jnp.dtype(dtype)
+    is_array = isinstance(dtype, jax.Array | np.ndarray | np.generic)  # has a dtype, but is none
+    known = None if dtype is None or is_array else jnp.dtype(dtype)
   except TypeError:
     known = None
   if known is None or not jnp.issubdtype(known, jnp.floating):

@@ -15,6 +15,7 @@ import lajax.layers as L
 from lajax.layers.features import dpfp, favor_features, orthogonal_projection, squares
 from lajax.layers.hgrn import forget_gate
 from lajax.layers.state import follow
+from lajax.recurrence.running_maximum import running_maximum
 
 
 def drawn(kind, *sizes, **options):
@@ -393,3 +394,54 @@ def test_performer_far_out(size):
     want[t] = weights @ v[0, : t + 1, 0] / weights.sum()
   # Exponents of some thousands, in float32, are exact to 2e-4.
   assert relative_rms(np.asarray(o)[0, :, 0], want) < 5e-4
+
+
+# --- the running maximum of exponential features ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+def test_equal_keys_have_the_gradients_of_the_plain_equation():
+  """Outputs do not depend on the maxima, so neither do gradients where two keys are equally large."""
+  rng = np.random.default_rng(0)
+  token, other = rng.normal(size=(2, D))
+  x = jnp.asarray(np.stack([other, token, token, other, token])[None])
+  weights = jnp.asarray(rng.normal(size=x.shape))
+  graph, params = abstract(
+    Case("exp", functools.partial(L.LinearAttention, D, 1, 4, feature_map="exp", impl="recurrent")),
+    param_dtype=jnp.float64,
+  )
+  layer = nnx.merge(graph, values(params))
+
+  def plain(x):
+    q, k, v = (layer.in_proj[name](x) for name in "qkv")
+    w = jnp.einsum("btf,bsf->bts", jnp.exp(q / 2), jnp.exp(k / 2)) * np.tri(5)[None]
+    return layer.out_proj(jnp.einsum("bts,bsv->btv", w / w.sum(-1, keepdims=True), v))
+
+  gradient = lambda f: quick_jit(jax.grad(lambda x: (f(x) * weights).sum()))(x)
+  one_document = jnp.zeros((1, 5), jnp.int32)
+  for ids in (None, one_document):
+    got = gradient(lambda x, ids=ids: layer(x, segment_ids=ids)[0])
+    assert relative_rms(got, gradient(plain)) <= BUDGET["float64"]["gradient"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_the_running_maximum_keeps_nan_in_its_document(bad):
+  """Of the keys, of the first maximum, and of the cotangents of maxima and changes."""
+  document = jnp.array([[0, 0, 1, 1, -1, 2, 2]])
+  k = np.random.default_rng(0).normal(size=(1, 7, 1)).astype(np.float32)
+  before, ones = np.zeros((1, 1), np.float32), np.ones_like(k)
+
+  @quick_jit
+  def run(k, before, dm, dg):
+    f = lambda k, before: running_maximum(k, before, document, jnp.array([3]))
+    found, back = jax.vjp(f, k, before)
+    return *found, *back((dm, dg))
+
+  arrays = [k, before, ones, ones]
+  want = run(*arrays)
+  for n, (at, own) in enumerate([(3, (2, 3, 4)), (0, (0, 1)), (3, (2, 3, 4)), (3, (2, 3, 4))]):
+    changed = [x.copy() for x in arrays]
+    changed[n][0, at] = bad
+    others = np.setdiff1d(np.arange(7), own)
+    for got, x in zip(run(*changed)[:3], want, strict=False):
+      np.testing.assert_array_equal(got[0, others], x[0, others])

@@ -199,10 +199,14 @@ def _guarded():
 
 
 def _poisons(case, arrays) -> list[tuple[str, float]]:
-  """(argument, value) per row: NaN in every argument and in the output's cotangent, then inf."""
+  """(argument, value) per row: NaN in every argument and in both cotangents, then inf.
+
+  "o" is the output's cotangent and "state" that of the final state.
+  """
   names = [name for name in arrays if name not in case.shared]
   values = [name for name in names if name not in ("initial_state", *cases.GATES)]
-  poisons = [(name, np.nan) for name in (*names, "o")] + [(name, np.inf) for name in values]
+  cotangents = ("o", "state") if case.stateful else ("o",)
+  poisons = [(name, np.nan) for name in (*names, *cotangents)] + [(name, np.inf) for name in values]
   return poisons[:BATCH]
 
 
@@ -232,29 +236,31 @@ def _changes(case, a, b, row: int, outside, before, dtype: str) -> list[str]:
 def test_nan_stays_in_its_document(case_id, impl):
   """One NaN or inf changes no other document, and no output before it.
 
-  Every row has the layout "documents" and one poisoned number: in the second or third document, or
-  in the initial state, which the first document alone begins with.
+  Every row has the layout "documents" and one poisoned number: in the second or third document, in
+  the initial state, which the first document alone begins with, or in the cotangent of the final
+  state, which the last document alone ends with.
   """
   case = CASES[case_id]
   ids = np.broadcast_to(cases.layout("documents", BASE.T), (BATCH, BASE.T))
   arrays = cases.inputs(case_id, BASE)
   o, state = cases.cotangents(case, arrays)
-  other = {name: jax.tree.map(np.copy, x) for name, x in (arrays | {"o": o}).items()}
+  given = arrays | {"o": o, "state": state}
+  other = {name: jax.tree.map(np.copy, x) for name, x in given.items()}
   where = {}  # row -> (poison, its token)
   for row, (name, value) in enumerate(_poisons(case, arrays)):
-    at = 0 if name == "initial_state" else (10, 40)[row % 2]
+    at = {"initial_state": 0, "state": BASE.T - 1}.get(name, (10, 40)[row % 2])
     for x in jax.tree.leaves(other[name]):
-      (x[row] if name == "initial_state" else x[row, at]).flat[0] = value
+      (x[row] if name in ("initial_state", "state") else x[row, at]).flat[0] = value
     where[row] = f"{name}: {value}", at
 
   dtype = "float64" if impl == "recurrent" else "float32"  # the compiled function of the reference
-  poisoned_o = other.pop("o")
+  poisoned = other.pop("o"), other.pop("state")
   a = cases.evaluate(case, impl, dtype, arrays, ids, (o, state))
-  b = cases.evaluate(case, impl, dtype, other, ids, (poisoned_o, state))
+  b = cases.evaluate(case, impl, dtype, other, ids, poisoned)
   changes = {}
   for row, (poison, at) in where.items():
     outside = ids[row] != ids[row, at]
-    before = outside | (np.arange(BASE.T) < at) | poison.startswith("o:")
+    before = outside | (np.arange(BASE.T) < at) | poison.startswith(("o:", "state:"))
     found = _changes(case, a, b, row, outside, before, dtype)
     changes |= {poison: found} if found else {}
   assert not changes

@@ -25,12 +25,12 @@ WRONG = {  # by the annotation of an option
   "float": WRONG_NUMBERS,
   "float | None": tuple(x for x in WRONG_NUMBERS if x is not None),
   "bool": ("no", 1, None),
-  "str": ("fast", 3, None),
-  "str | None": ("fast", 3),
+  "str": ("fast", 3, None, np.ones(2)),
+  "str | None": ("fast", 3, np.ones(2)),
 }
 WRONG_BY_NAME = {
-  "dtype": (jnp.int32, "float33", 7),
-  "param_dtype": (jnp.int32, "float33", 7, None),
+  "dtype": (jnp.int32, "float33", 7, np.float32(1)),
+  "param_dtype": (jnp.int32, "float33", 7, None, np.float32(1)),
   "rngs": (None, 7, jax.ShapeDtypeStruct((2,), jnp.uint32)),
   "norm_eps": (*WRONG_NUMBERS, -1.0),
   "expand_v": (*WRONG_NUMBERS, 0.0, -1.0, 1.1),

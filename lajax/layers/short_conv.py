@@ -65,7 +65,7 @@ class ShortConv(StatefulLayer):
     check_dtype_option("dtype", dtype)
     check_dtype_option("param_dtype", param_dtype, optional=False)
     check_rngs(rngs)
-    if activation not in ("silu", None):
+    if activation is not None and not (isinstance(activation, str) and activation == "silu"):
       raise ValueError(
         f"`activation` must be 'silu' or None; got {activation!r}. "
         "Apply another one to the outputs."

@@ -65,7 +65,7 @@ def short_conv(
     cache=(cache, "B W-1 D"),
     document_ids=(document_ids, "B T", "int"),
   )
-  if activation not in ("silu", None):
+  if activation is not None and not (isinstance(activation, str) and activation == "silu"):
     raise ValueError(
       f"`activation` must be 'silu' or None; got {activation!r}. Apply another one to the outputs."
     )

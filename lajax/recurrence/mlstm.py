@@ -30,14 +30,22 @@ def stabilise(
   A document begins with m = 0.
   """
   i, f, m = (jnp.maximum(x, NEGLIGIBLE) for x in (i, f, m))
-  first = None
+  # NaN stays out of the maxima, which it would not leave; through i' and f' it reaches its document.
+  terms, first = tuple(jnp.where(x < jnp.inf, x, 0) for x in (i, f, m)), None
   if segment_ids is not None:
     document, is_token = packing(segment_ids)
     first = (document != previous(document))[..., None]
     # Padding writes nothing and raises no maximum.
     i = jnp.where(is_token[..., None], i, NEGLIGIBLE)
-  # NaN stays out of the maxima, which it would not leave; through i' and f' it reaches its document.
-  top = _running_maximum(*(jnp.where(x < jnp.inf, x, 0) for x in (i, f, m)), first)
+    terms = (jnp.where(is_token[..., None], terms[0], NEGLIGIBLE), *terms[1:])
+    # Derivatives pass through the last maximum alone. Its cotangent, which may be NaN, stays in the
+    # last document: 0 times NaN is NaN.
+    last = (document == document[:, -1:])[..., None]
+    masks = (last, last, last[:, 0])
+    terms = tuple(
+      jnp.where(mask, x, lax.stop_gradient(x)) for mask, x in zip(masks, terms, strict=True)
+    )
+  top = _running_maximum(*terms, first)
   fixed = lax.stop_gradient(top)
   before = jnp.concatenate([lax.stop_gradient(m)[:, None], fixed[:, :-1]], axis=1)
   before = before if first is None else jnp.where(first, 0, before)

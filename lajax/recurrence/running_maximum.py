@@ -31,11 +31,13 @@ def running_maximum(
   before = jnp.where(aligned(carried[:, None])[:, 0] > 0, before, NEGLIGIBLE)[:, None]
   if document is None:
     m = jax.lax.cummax(jnp.concatenate([before, k], axis=1), axis=1)
-  else:
-    k = jnp.where(aligned(document) < 0, NEGLIGIBLE, k)
-    current = jnp.broadcast_to(aligned(jax.lax.cummax(jnp.maximum(document, 0), axis=1)), k.shape)
-    join = lambda x, y: (y[0], jnp.where(x[0] == y[0], jnp.maximum(x[1], y[1]), y[1]))
-    first = (jnp.zeros_like(current[:, :1]), before)
-    pairs = (jnp.concatenate(pair, axis=1) for pair in zip(first, (current, k), strict=True))
-    m = jax.lax.associative_scan(join, tuple(pairs), axis=1)[1]
-  return m[:, 1:], jnp.minimum(m[:, :-1] - m[:, 1:], 0)
+    return m[:, 1:], m[:, :-1] - m[:, 1:]
+  k = jnp.where(aligned(document) < 0, NEGLIGIBLE, k)
+  current = jnp.broadcast_to(aligned(jax.lax.cummax(jnp.maximum(document, 0), axis=1)), k.shape)
+  # Selections, not `jnp.maximum`, whose derivative is a product: 0 times NaN would carry a cotangent
+  # that is not finite to other documents.
+  join = lambda x, y: (y[0], jnp.where((x[0] == y[0]) & (x[1] > y[1]), x[1], y[1]))
+  first = (jnp.zeros_like(current[:, :1]), before)
+  pairs = (jnp.concatenate(pair, axis=1) for pair in zip(first, (current, k), strict=True))
+  document, m = jax.lax.associative_scan(join, tuple(pairs), axis=1)
+  return m[:, 1:], jnp.where(document[:, 1:] == document[:, :-1], m[:, :-1] - m[:, 1:], 0)
