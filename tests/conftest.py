@@ -1,7 +1,7 @@
 """Settings of every test: lajax imported before the first computation, x64 off as users have it.
 
-Tests in float64 enter `jax.enable_x64(True)` themselves (`cases.evaluate` does), or take the fixture
-`x64`. The flag is never set for the process: a test of float32 runs what a user runs.
+Tests in float64 enter `jax.enable_x64(True)` themselves (`cases.evaluate` does), or take the
+fixture `x64`. The flag is never set for the process: a test of float32 runs what a user runs.
 """
 
 import gc
@@ -12,8 +12,8 @@ import hypothesis
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "experiments"))
-# The order matters: `before_jax` silences an installed CUDA plug-in where there is no driver, and lajax
-# sets its flag against the hang of jaxlib 0.10 before the CPU client starts.
+# The order matters: `before_jax` silences an installed CUDA plug-in where there is no driver, and
+# lajax sets its flag against the hang of jaxlib 0.10 before the CPU client starts.
 import before_jax  # noqa: F401, I001
 import lajax  # noqa: F401
 import jax

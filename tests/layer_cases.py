@@ -17,7 +17,9 @@ D, B, T = 16, 4, 70
 
 
 class Case(NamedTuple):
-  """A layer of width D with its options; `plain` for one row a class, which the tests that compile much run in the fast set."""
+  """A layer of width D with its options; `plain` for one row a class, which the tests that compile
+  much run in the fast set.
+  """
 
   name: str
   layer: Callable[..., Any]
@@ -88,7 +90,9 @@ EACH = tuple({case.layer.func: case for case in reversed(CASES)}.values())[
 
 
 def abstract(case: Case, **options):
-  """The graph and the parameters' shapes of a layer, without the time to compile their initial values."""
+  """The graph and the parameters' shapes of a layer, without the time to compile their initial
+  values.
+  """
   return nnx.split(nnx.eval_shape(lambda: case.make(**options)))
 
 
@@ -113,7 +117,9 @@ class Result(NamedTuple):
 
 
 class Compiled:
-  """A layer in float64 with its jitted calls, shared by all tests of one case (inside `jax.enable_x64`)."""
+  """A layer in float64 with its jitted calls, shared by all tests of one case (inside
+  `jax.enable_x64`).
+  """
 
   def __init__(self, case: Case):
     graph, params = abstract(case, param_dtype=jnp.float64)

@@ -1,8 +1,9 @@
 """Runs calls on meshes of two devices and compares them with one device.
 
-A case is a function of arrays and the arrays, with where each has its batch and its heads. `differences`
-puts the arrays on a mesh, calls the function in several ways and returns what differs. Two devices need a
-flag that XLA reads when it starts, so `report_of` runs a module's cases in a process of its own.
+A case is a function of arrays and the arrays, with where each has its batch and its heads.
+`differences` puts the arrays on a mesh, calls the function in several ways and returns what
+differs. Two devices need a flag that XLA reads when it starts, so `report_of` runs a module's cases
+in a process of its own.
 """
 
 import json
@@ -23,7 +24,9 @@ TOLERANCE = 2e-5  # of float32 results of another order of sums, relative to the
 
 
 class MeshCase(NamedTuple):
-  """f(arrays) -> results, and the axis of each array that "batch" and "heads" stand for (None: replicated)."""
+  """f(arrays) -> results, and the axis of each array that "batch" and "heads" stand for (None:
+  replicated).
+  """
 
   f: Callable
   arrays: Mapping[str, Any]

@@ -1,4 +1,6 @@
-"""Linear attention over whole documents: the ops against plain quadratic forms in float64, and the layers' laws."""
+"""Linear attention over whole documents: the ops against plain quadratic forms in float64, and the
+layers' laws.
+"""
 
 import functools
 import math

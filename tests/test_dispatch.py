@@ -1,4 +1,6 @@
-"""Dispatch of a call: one compilation per length, NumPy arrays, ops that layers call; the import."""
+"""Dispatch of a call: one compilation per length, NumPy arrays, ops that layers call; the
+import.
+"""
 
 import os
 import subprocess

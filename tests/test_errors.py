@@ -1,7 +1,8 @@
-"""Wrong arguments: an error of lajax that names the argument, what it must be, what was got, and what to do.
+"""Wrong arguments: an error of lajax that names the argument, what it must be, what was got, and
+what to do.
 
-One table of functions drives ten kinds of wrong arguments for each of their arguments; the tests behind it
-hold what a message must say.
+One table of functions drives ten kinds of wrong arguments for each of their arguments; the tests
+behind it hold what a message must say.
 """
 
 import re
@@ -279,9 +280,13 @@ def test_beta_or_erase_and_write():
 # --- values ---
 
 
-@pytest.mark.parametrize(("op", "name"), [("delta_rule", "beta"), ("mlstm", "f"), ("attention", "log_forget")])  # fmt: skip
+@pytest.mark.parametrize(
+  ("op", "name"), [("delta_rule", "beta"), ("mlstm", "f"), ("attention", "log_forget")]
+)
 def test_nan_in_a_gate(op, name):
-  """Seen where values can be seen, but for padding; under jit nothing is checked, and nothing breaks."""
+  """Seen where values can be seen, but for padding; under jit nothing is checked, and nothing
+  breaks.
+  """
   x = jnp.asarray(well_formed(op)[name]).at[0, 0].set(jnp.nan)
   count = int(jnp.isnan(x).sum())
   assert f"`{name}` must hold no NaN; got {count} of {x.size}" in error(op, **{name: x})

@@ -31,11 +31,14 @@ def called(graph, params, x, state=None, segment_ids=None):
   return quick_jit(call)(params, x, state, segment_ids)
 
 
-# --- Performer -------------------------------------------------------------------------------------------------------
+# --- Performer ------------------------------------------------------------------------------------
 
 
 def test_favor_features_estimate_the_softmax_kernel_without_bias():
-  """The mean over 20,000 draws is within four of its standard errors of exp(q . k / sqrt K), and orthogonality helps."""
+  """The mean over 20,000 draws is within four of its standard errors of exp(q .
+
+  k / sqrt K), and orthogonality helps.
+  """
   K, M, draws = 8, 16, 20_000
   q, k = 0.5 * np.random.default_rng(0).normal(size=(2, 6, K)).astype(np.float32)
 
@@ -101,7 +104,9 @@ def test_performer_redraws_and_keeps_its_directions_out_of_the_parameters():
 
 @pytest.mark.usefixtures("x64")
 def test_performer_does_not_underflow():
-  """Keys so long that all features are below e^-150: relative to the largest so far, they still weigh."""
+  """Keys so long that all features are below e^-150: relative to the largest so far, they still
+  weigh.
+  """
   graph, params = drawn(L.Performer, 1, 8, num_features=16, param_dtype=jnp.float64)
   k_proj = params["in_proj"]["k"]
   k_proj["kernel"] = k_proj["kernel"].replace(40 * np.asarray(k_proj["kernel"]))
@@ -124,7 +129,7 @@ def test_performer_does_not_underflow():
   assert relative_rms(y[0], want) < BUDGET["float64"]["value"]
 
 
-# --- polynomials, positions ------------------------------------------------------------------------------------------
+# --- polynomials, positions -----------------------------------------------------------------------
 
 
 def test_squares_are_the_squared_product():
@@ -154,7 +159,7 @@ def test_cosformer_stops_at_its_maximum_length():
   assert np.isfinite(y).all()
 
 
-# --- HGRN ------------------------------------------------------------------------------------------------------------
+# --- HGRN -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")
@@ -169,7 +174,9 @@ def test_lower_bounds_grow_from_zero_to_below_one():
 
 
 def test_forget_gate_is_exact_at_both_ends():
-  """Against float64: gates next to 1 keep their distance from it, and the gradient of a gate that forgets all is finite."""
+  """Against float64: gates next to 1 keep their distance from it, and the gradient of a gate that
+  forgets all is finite.
+  """
   f = np.array([-200.0, -70, -30, -1, 0, 1e-3, 5, 20, 90], np.float32)
 
   @quick_jit
@@ -202,7 +209,9 @@ def test_forget_gate_is_exact_at_both_ends():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [L.HGRN, L.HGRN2], ids=lambda kind: kind.__name__)
 def test_learned_lower_bounds(kind):
-  """A number and an array of it are the same; a model that trains logits hands the bounds to its layers in each call."""
+  """A number and an array of it are the same; a model that trains logits hands the bounds to its
+  layers in each call.
+  """
   options, shape = (
     ({"width": 16}, (16,)) if kind is L.HGRN else ({"num_heads": 2, "head_dim": 8}, (2, 8))
   )
@@ -240,7 +249,7 @@ def test_learned_lower_bounds(kind):
     make(lower_bound=jnp.zeros(3))
 
 
-# --- Lightning -------------------------------------------------------------------------------------------------------
+# --- Lightning ------------------------------------------------------------------------------------
 
 
 def test_lightning_forgets_less_in_later_layers():
@@ -286,7 +295,10 @@ def test_dpfp_multiplies_neighbours_of_the_rectified_halves():
 
 
 def test_performer_with_one_token_gives_its_value():
-  """Whatever q and k are: also where their features are large in other places, and z . phi(q) is small."""
+  """Whatever q and k are: also where their features are large in other places, and z .
+
+  phi(q) is small.
+  """
   rng = np.random.default_rng(0)
 
   @quick_jit
@@ -299,7 +311,7 @@ def test_performer_with_one_token_gives_its_value():
   np.testing.assert_allclose(mixed(q, v), v, rtol=1e-5, atol=1e-6)
 
 
-# --- half precision --------------------------------------------------------------------------------
+# --- half precision -------------------------------------------------------------------------------
 
 
 def test_elu_plus_one_has_no_cancellation():
@@ -368,12 +380,14 @@ def test_tokens_with_small_features_keep_the_budget(mean):
   assert relative_rms(np.asarray(o, np.float64)[0, :, 0], want) < BUDGET["bfloat16"]["value"]
 
 
-# --- Performer far out -----------------------------------------------------------------------------
+# --- Performer far out ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [16, 32])
 def test_performer_far_out(size):
-  """The log-sum-exp average of the same features: one maximum for all of them gave errors of .18 and .71."""
+  """The log-sum-exp average of the same features: one maximum for all of them gave errors of .18
+  and .71.
+  """
   K, M, T = 16, 32, 24
   rng = np.random.default_rng(0)
   q, k = size * rng.normal(size=(2, 1, T, 1, K)).astype(np.float32)
@@ -396,7 +410,7 @@ def test_performer_far_out(size):
   assert relative_rms(np.asarray(o)[0, :, 0], want) < 5e-4
 
 
-# --- the running maximum of exponential features ---------------------------------------------------------------------
+# --- the running maximum of exponential features --------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")

@@ -1,4 +1,6 @@
-"""Every option of every layer, and every argument of a call, is refused in a clear sentence where it is wrong."""
+"""Every option of every layer, and every argument of a call, is refused in a clear sentence where
+it is wrong.
+"""
 
 import inspect
 import math
@@ -59,7 +61,9 @@ def made(layer, *sizes, **options):
 
 
 def refusal(make) -> str | None:
-  """The message of the ValueError that a call raises; None if it raises none, the error if it is another one."""
+  """The message of the ValueError that a call raises; None if it raises none, the error if it is
+  another one.
+  """
   try:
     make()
   except ValueError as error:
@@ -131,7 +135,7 @@ def test_wrong_arguments_of_a_call(case):
     case.make(unknown=1)
 
 
-# --- strict flags ----------------------------------------------------------------------------------
+# --- strict flags ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in EACH])
@@ -144,7 +148,9 @@ def test_wrong_arguments_of_a_call(case):
   ],
 )
 def test_strict_promotion(case, options):
-  """Calls and gradients trace where JAX promotes no rank and no dtype: float32, and bfloat16 in two ways."""
+  """Calls and gradients trace where JAX promotes no rank and no dtype: float32, and bfloat16 in two
+  ways.
+  """
   dtype = jnp.bfloat16 if options else jnp.float32
   graph, params = nnx.split(nnx.eval_shape(lambda: case.make(**options)))
   x = jax.ShapeDtypeStruct((2, 3, D), dtype)

@@ -1,4 +1,6 @@
-"""Layers on meshes of two devices give the numbers of one; sharded by heads, only the output projection reduces."""
+"""Layers on meshes of two devices give the numbers of one; sharded by heads, only the output
+projection reduces.
+"""
 
 import collections
 import functools
@@ -53,7 +55,9 @@ def differences_of(cases) -> dict[str, list[str]]:
 
 
 def report() -> dict[str, list[str]]:
-  """What differs, of one layer of each kind and of an eager call; and the collectives of a training step."""
+  """What differs, of one layer of each kind and of an eager call; and the collectives of a training
+  step.
+  """
   cases = [case for case in (*EACH, *BIDIRECTIONAL) if case.name in FAST]
   eager = mesh_case(next(case for case in EACH if case.name == "ShortConv"))
   found = differences_of(cases) | {"eager": differences(eager, (), eager=True)}
@@ -86,11 +90,13 @@ def test_every_layer_on_two_devices():
   assert failures(report_of("test_layer_meshes", "report_of_all")) == {}
 
 
-# --- tensor parallelism ----------------------------------------------------------------------------
+# --- tensor parallelism ---------------------------------------------------------------------------
 
 
 def by_heads(path: tuple, p) -> PartitionSpec:
-  """Columns of projections and rows of the output projection by heads; all else but the norm by heads."""
+  """Columns of projections and rows of the output projection by heads; all else but the norm by
+  heads.
+  """
   if path[0] == "norm":
     return PartitionSpec()
   if path[0] == "in_proj":
@@ -112,7 +118,8 @@ def collectives() -> list[str]:
     d, dx = jax.grad(loss, (0, 1))(params, x)
     return jax.tree.map(lambda p, d: p - d, params, d), dx
 
-  # One row: the drivers join rows and heads to one axis, which can be cut by heads in this case alone.
+  # One row: the drivers join rows and heads to one axis, which can be cut by heads in this case
+  # alone.
   x = jax.ShapeDtypeStruct((1, 32, D), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
   out = jax.tree.map(lambda p: p.sharding, (params, x))
   program = jax.jit(step, out_shardings=out).lower(params, x).compile().as_text()

@@ -1,4 +1,6 @@
-"""States of layers: their dtypes follow the computation, every part that comes in is checked, arrays of any kind work."""
+"""States of layers: their dtypes follow the computation, every part that comes in is checked,
+arrays of any kind work.
+"""
 
 import functools
 
@@ -25,7 +27,7 @@ def tokens(length, dtype=np.float32, batch=2):
   return np.random.default_rng(0).normal(size=(batch, length, D)).astype(dtype)
 
 
-# --- dtypes ----------------------------------------------------------------------------------------
+# --- dtypes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")
@@ -77,7 +79,9 @@ def test_a_wider_state_stays_wide(case):
   ],
 )
 def test_half_precision_parameters_leave_split_and_whole_equal(case):
-  """bfloat16 parameters, float32 inputs: a cache in the parameters' dtype gave errors of 1e-4 to 1.6e-3."""
+  """bfloat16 parameters, float32 inputs: a cache in the parameters' dtype gave errors of 1e-4 to
+  1.6e-3.
+  """
   graph, params = abstract(case, param_dtype=jnp.bfloat16)
   params, x = values(params), tokens(40)
 
@@ -93,7 +97,7 @@ def test_half_precision_parameters_leave_split_and_whole_equal(case):
     assert relative_rms(got, want, floor=1e-3) < 1e-6
 
 
-# --- checks ----------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _other_parts(state):
@@ -159,7 +163,7 @@ def test_the_message_names_shapes_letters_and_remedy():
     layer(x, state._replace(memory=state.memory[0]))
 
 
-# --- kinds of arrays -------------------------------------------------------------------------------
+# --- kinds of arrays ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,7 +207,7 @@ def test_ids_that_do_not_fit_are_refused():
     jax.eval_shape(call_of(graph), params, x, None, jax.ShapeDtypeStruct((1, 2), jnp.int64))
 
 
-# --- tools around ----------------------------------------------------------------------------------
+# --- tools around ---------------------------------------------------------------------------------
 
 
 class Stack(nnx.Module):

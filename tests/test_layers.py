@@ -1,7 +1,8 @@
-"""The law of all layers: any split of a sequence into calls, any packing of documents, any padding gives the same.
+"""The law of all layers: any split of a sequence into calls, any packing of documents, any
+padding gives the same.
 
-All in float64, where a leak of one part in 1e10 shows. Outputs, states and gradients with respect to parameters, inputs and
-the incoming state.
+All in float64, where a leak of one part in 1e10 shows. Outputs, states and gradients with respect
+to parameters, inputs and the incoming state.
 """
 
 import functools
@@ -14,9 +15,9 @@ from layer_cases import CASES, PLAIN, B, Result, T, compiled, floats
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-# The laws are about what stands around the ops, whose forms have tests of their own: so they are held in the form that compiles
-# fastest, for one layer of each kind in the fast set; the whole set adds all others, in the form that users run where they have
-# more than one.
+# The laws are about what stands around the ops, whose forms have tests of their own: so they are
+# held in the form that compiles fastest, for one layer of each kind in the fast set; the whole set
+# adds all others, in the form that users run where they have more than one.
 KINDS = ("SoftmaxAttention", "LinearAttention", "Mamba2", "GatedDeltaNet")
 FAST = [
   pytest.param(case.in_form("recurrent"), id=f"{case.name}-recurrent")
@@ -58,7 +59,9 @@ RUNS = np.stack(
 
 @functools.cache
 def packed(case):
-  """The whole batch of packed documents in one call, behind a state that is not zero, with gradients."""
+  """The whole batch of packed documents in one call, behind a state that is not zero, with
+  gradients.
+  """
   m = compiled(case)
   rng = np.random.default_rng(1)
   _, state = m(rng.normal(size=m.x.shape), m.init)
@@ -158,7 +161,8 @@ def test_padding_is_inert(case):
   nothing = m.with_gradients(m.x, state, np.full((B, T), -1), m.dy, dstate)
   jax.tree.map(np.testing.assert_array_equal, nothing.state, state)
   assert not nothing.y.any()
-  # The maximum that mLSTM's state is relative to gets two products that cancel: one rounding of them may remain.
+  # The maximum that mLSTM's state is relative to gets two products that cancel: one rounding of
+  # them may remain.
   rounding = 1e-14 if case.name == "MLSTM" else 0
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), nothing.dstate, dstate)
   jax.tree.map(

@@ -1,4 +1,6 @@
-"""Each layer against its equations, written out token by token in NumPy, in float64, from the same parameters."""
+"""Each layer against its equations, written out token by token in NumPy, in float64, from the same
+parameters.
+"""
 
 import functools
 
@@ -23,7 +25,9 @@ rms = lambda x, weight: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * we
 
 
 def parts(layer, x, heads):
-  """x W cut into heads for each projection; those that the layer convolves go through their convolution first."""
+  """x W cut into heads for each projection; those that the layer convolves go through their
+  convolution first.
+  """
   out = {}
   for name, *shape in heads:
     z = x @ np.asarray(layer.in_proj[name].kernel)

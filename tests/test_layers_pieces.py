@@ -1,4 +1,6 @@
-"""The pieces of layers against independent results in float64, and what each layer promises beside the laws."""
+"""The pieces of layers against independent results in float64, and what each layer promises beside
+the laws.
+"""
 
 import functools
 import pathlib
@@ -38,7 +40,9 @@ def oracle(name: str) -> dict:
 
 
 def agrees_with_oracle(name: str, f):
-  """f of the inputs, by name, to a dict of outputs; held to the outputs and the gradients of the file."""
+  """f of the inputs, by name, to a dict of outputs; held to the outputs and the gradients of the
+  file.
+  """
   data = oracle(name)
   inputs = {key[3:]: value for key, value in data.items() if key.startswith("in_")}
   cotangents = {key[3:]: value for key, value in data.items() if key.startswith("ct_")}
@@ -56,7 +60,7 @@ def agrees_with_oracle(name: str, f):
     )
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")
@@ -80,7 +84,8 @@ def test_short_conv(name):
     cache = i.get("cache", jnp.zeros((2, 6, width)))
     tail = jnp.moveaxis(cache, 1, 2)[:, 1:]
     o, state = layer(i["x"], layer.init_state(2)._replace(conv=tail))
-    # The file keeps W inputs, of which the next call reads W - 1: the oldest comes from what went in.
+    # The file keeps W inputs, of which the next call reads W - 1: the oldest comes from what went
+    # in.
     oldest = jnp.concatenate([tail, i["x"]], axis=1)[:, -width]
     return {
       "o": o,
@@ -153,7 +158,9 @@ def test_rotation_is_exact_far_out(theta):
 
 @pytest.mark.parametrize("activation", ["swish", "sigmoid"])
 def test_norm_of_large_half_precision_inputs(activation):
-  """The mean square of float16 inputs of 1,000 is beyond float16; bfloat16 is right to one rounding."""
+  """The mean square of float16 inputs of 1,000 is beyond float16; bfloat16 is right to one
+  rounding.
+  """
   norm = L.GatedRMSNorm(8, activation)
   x = np.random.default_rng(0).normal(size=(5, 8))
   for dtype, size in [(jnp.float16, 1e3), (jnp.float16, 2e4), (jnp.bfloat16, 1e18)]:
@@ -168,11 +175,13 @@ def test_norm_of_large_half_precision_inputs(activation):
       assert (np.abs(got - want) <= jnp.finfo(dtype).eps * np.abs(want)).all()
 
 
-# --- the cache of short convolutions ---------------------------------------------------------------
+# --- the cache of short convolutions --------------------------------------------------------------
 
 
 def test_the_cache_holds_the_last_tokens_of_the_document():
-  """Exactly: of rows with padding, of a document shorter than the cache, of one that an earlier call began."""
+  """Exactly: of rows with padding, of a document shorter than the cache, of one that an earlier
+  call began.
+  """
   W, x = 4, np.random.default_rng(0).normal(size=(5, 6, D)).astype(np.float32)
   old = np.random.default_rng(1).normal(size=(5, W - 1, D)).astype(np.float32)
   ids = np.array(
@@ -215,7 +224,7 @@ def test_calls_shorter_than_the_cache_keep_its_newer_part():
     np.testing.assert_array_equal(state.conv, end.conv)
 
 
-# --- parameters in half precision ------------------------------------------------------------------
+# --- parameters in half precision -----------------------------------------------------------------
 
 
 @every_layer
@@ -255,7 +264,7 @@ def test_initial_values():
   assert abs(np.exp(A_log).mean() - 8) < 0.4
 
 
-# --- documents -------------------------------------------------------------------------------------------------------
+# --- documents ------------------------------------------------------------------------------------
 
 
 def test_documents_follow_the_state():
@@ -274,7 +283,7 @@ def test_documents_follow_the_state():
   np.testing.assert_array_equal(d.length, [1, 1, 1, 3])
 
 
-# --- every layer -----------------------------------------------------------------------------------------------------
+# --- every layer ----------------------------------------------------------------------------------
 
 
 same = lambda call: call
@@ -330,7 +339,8 @@ def test_bfloat16(case):
   run = forward if case.plain else lambda dtype: results(case, dtype)[:2]
   (y, memory), (exact, _) = run("bfloat16"), run("float32")
   assert y.dtype == jnp.bfloat16
-  # Not the first tokens: where q . k is near 0, a norm turns a small error of it into a change of sign.
+  # Not the first tokens: where q . k is near 0, a norm turns a small error of it into a change of
+  # sign.
   assert relative_rms(y[:, 3:].astype(np.float32), exact[:, 3:]) < 3e-2
   if not issubclass(case.layer.func, CachedMixer):  # its keys and values are kept as they are
     assert all(s.dtype == jnp.float32 for s in jax.tree.leaves(memory))
@@ -339,7 +349,9 @@ def test_bfloat16(case):
 @pytest.mark.slow
 @each_class
 def test_transformations(case):
-  """grad under jit, with remat under a vmap over the batch the same; no gradient is zero or infinite, in bfloat16 neither."""
+  """grad under jit, with remat under a vmap over the batch the same; no gradient is zero or
+  infinite, in bfloat16 neither.
+  """
   want, got, half = (
     results(case, *how)[2] for how in (("float32",), ("float32", rows), ("bfloat16",))
   )
@@ -388,7 +400,7 @@ def test_every_layer_is_in_the_table():
   assert layers == {case.layer.func for case in CASES}
 
 
-# --- the cache of softmax attention ----------------------------------------------------------------------------------
+# --- the cache of softmax attention ---------------------------------------------------------------
 
 
 def test_full_cache():

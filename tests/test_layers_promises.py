@@ -18,7 +18,9 @@ from lajax.layers.state import follow
 
 
 def made(layer, *sizes, **options):
-  """A layer of width D in float64, or another dtype, with values for its parameters, and its jitted call."""
+  """A layer of width D in float64, or another dtype, with values for its parameters, and its jitted
+  call.
+  """
   options = {"param_dtype": jnp.float64} | options
   graph, params = abstract(Case("", functools.partial(layer, D, *sizes, **options)))
   return (
@@ -32,7 +34,7 @@ def inputs(*shape):
   return np.random.default_rng(0).normal(size=shape)
 
 
-# --- Mamba -----------------------------------------------------------------------------------------------------------
+# --- Mamba ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")
@@ -60,7 +62,7 @@ def test_mamba_defaults():
   np.testing.assert_allclose(np.exp(A_log), np.tile(np.arange(1, 17), (80, 1)), rtol=1e-5)
 
 
-# --- RG-LRU ----------------------------------------------------------------------------------------------------------
+# --- RG-LRU ---------------------------------------------------------------------------------------
 
 
 def test_input_scale_near_a_of_one():
@@ -132,7 +134,7 @@ def test_griffin_with_biases_is_one_of_a_wider_input():
   assert relative_rms(y, want[..., :D] + np.asarray(params["out_proj"]["bias"])[None, None]) < 1e-12
 
 
-# --- forgetting attention --------------------------------------------------------------------------------------------
+# --- forgetting attention -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -165,7 +167,7 @@ def test_forgetting_keeps_its_gates_in_float32():
   assert [s.shape for s in state.memory] == [(1, 5, 2, 8), (1, 5, 2, 8), (1, 5, 2, 1)]
 
 
-# --- MLA -------------------------------------------------------------------------------------------------------------
+# --- MLA ------------------------------------------------------------------------------------------
 
 SIZES = dict(kv_rank=16, rope_dim=4, value_dim=7)
 

@@ -117,7 +117,9 @@ def cases_of_ops() -> dict[str, MeshCase]:
 
 
 def traced() -> dict[str, list[str]]:
-  """Every op in every implementation: what an explicit mesh refuses, it refuses when a program is traced."""
+  """Every op in every implementation: what an explicit mesh refuses, it refuses when a program is
+  traced.
+  """
   return {name: refusals(c) for name, c in cases_of_ops().items()}
 
 

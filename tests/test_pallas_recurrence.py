@@ -1,4 +1,6 @@
-"""The kernels of the elementwise recurrence: interpreted on a CPU against `recurrent` in float64."""
+"""The kernels of the elementwise recurrence: interpreted on a CPU against `recurrent` in
+float64.
+"""
 
 import functools
 

@@ -1,4 +1,6 @@
-"""Ids of documents: made from lengths and masks, told apart in every integer dtype; tokens that have a target."""
+"""Ids of documents: made from lengths and masks, told apart in every integer dtype; tokens that
+have a target.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,9 @@
-"""What others fell into: each trap on its smallest input, and the faults of the libraries below us.
+"""What others fell into: each trap on its smallest input, and the faults of the libraries below
+us.
 
-Most traps are rows of `cases.ROWS` and `cases.LAYOUTS`, which `test_implementations.py` and `test_laws.py` run through every form. Here
-are those that need a shape, a process or a comparison of their own.
+Most traps are rows of `cases.ROWS` and `cases.LAYOUTS`, which `test_implementations.py` and
+`test_laws.py` run through every form. Here are those that need a shape, a process or a comparison
+of their own.
 """
 
 import functools
@@ -34,11 +36,13 @@ def against_reference(case: Case, arrays, impl: str = "chunked", dtype: str = "f
 
 
 def until(T: int) -> np.ndarray:
-  """Segment ids that end the base shape's sequences after T tokens: the functions of test_implementations.py then serve here too."""
+  """Segment ids that end the base shape's sequences after T tokens: the functions of
+  test_implementations.py then serve here too.
+  """
   return np.broadcast_to(np.where(np.arange(Shape().T) < T, 0, -1), (BATCH, Shape().T))
 
 
-# --- keys ------------------------------------------------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
@@ -138,7 +142,7 @@ def test_unnormalised_keys_of_width_64(gate):
   assert _grows(f"delta_rule-{gate}", Shape(T=40, HV=1, K=64, V=8), 40, "float64") > 1e12
 
 
-# --- decays ----------------------------------------------------------------------------------------------------------
+# --- decays ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,9 @@ def test_unnormalised_keys_of_width_64(gate):
   + [("linear_attention-channel", "chunked")],
 )
 def test_suffix_sums_of_1e8(case_id, impl):
-  """32 decays of 1e8 before 68 ones: token 31 reaches the final state with exp(-68), which "total - prefix" makes exp(0)."""
+  """32 decays of 1e8 before 68 ones: token 31 reaches the final state with exp(-68), which "total -
+  prefix" makes exp(0).
+  """
   case = CASES[case_id]
   arrays = dict(cases.inputs(case_id))
   gate, written = ("log_a", "x") if "log_a" in arrays else ("g", "v")
@@ -169,11 +175,13 @@ def test_suffix_sums_of_1e8(case_id, impl):
 
 @pytest.mark.parametrize("case_id", [id for id, case in CASES.items() if "positive" in case.rows])
 def test_positive_decay_is_documented(case_id):
-  """That a caller's error stays finite, and equal to `recurrent`, is a row of every table in test_implementations.py."""
+  """That a caller's error stays finite, and equal to `recurrent`, is a row of every table in
+  test_implementations.py.
+  """
   assert re.search(r"<= 0|≤ 0|positive", getattr(lajax, CASES[case_id].op).__doc__)
 
 
-# --- documents -------------------------------------------------------------------------------------------------------
+# --- documents ------------------------------------------------------------------------------------
 
 
 def test_associative_reads_before_a_document_begins():
@@ -186,7 +194,7 @@ def test_associative_reads_before_a_document_begins():
   )
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def _long():
@@ -203,7 +211,10 @@ def _long():
 
 @pytest.mark.parametrize(("case_id", "T"), [*_long()])
 def test_jitted_gradients(case_id, T):
-  """jax 0.10.2 on a CPU gave a wrong jitted dk (0.2 at T = 128, 1e26 at T = 256). Compiled with all optimisation, as users do."""
+  """jax 0.10.2 on a CPU gave a wrong jitted dk (0.2 at T = 128, 1e26 at T = 256).
+
+  Compiled with all optimisation, as users do.
+  """
   case = CASES[case_id]
   against_reference(case, cases.inputs(case_id, Shape(T=T, HV=1, K=16, V=16), ("plain", "mixed")))
 
@@ -246,7 +257,7 @@ def test_one_compilation_per_shape():
   assert len(traced) == 1
 
 
-# --- FlashAttention's worked example ---------------------------------------------------------------------------------
+# --- FlashAttention's worked example --------------------------------------------------------------
 
 SCORES, VALUES = [1.0, 2.0, 3.0, 0.0], [10.0, 20.0, 30.0, 40.0]
 
@@ -292,7 +303,7 @@ def test_attention_memory_is_linear():
   assert temporary(16_384) <= 5 * temporary(4_096)
 
 
-# --- faults below us -------------------------------------------------------------------------------------------------
+# --- faults below us ------------------------------------------------------------------------------
 
 
 def in_subprocess(program: str, seconds: float) -> str:
@@ -367,16 +378,20 @@ HANGS = """
 @pytest.mark.slow
 @pytest.mark.parametrize(("T", "rounds"), [(1024, 10), (4096, 20)])
 def test_no_hang_on_few_cores(T, rounds):
-  """A chunk's forward and backward on two cores: without lajax's guard jaxlib 0.10 stops for ever in one of these rounds."""
+  """A chunk's forward and backward on two cores: without lajax's guard jaxlib 0.10 stops for ever
+  in one of these rounds.
+  """
   assert in_subprocess(HANGS.format(T=T, rounds=rounds), 240) == "done"
 
 
-# --- found by attack --------------------------------------------------------------------------------------------------
+# --- found by attack ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["linear_attention", "delta_rule"])
 def test_a_gate_that_forgets_all_has_no_gradient(op):
-  """d(-exp x) multiplies the gate's gradient by the gate: the rounding of sums that cancel would be thousands there."""
+  """d(-exp x) multiplies the gate's gradient by the gate: the rounding of sums that cancel would be
+  thousands there.
+  """
   rng = np.random.default_rng(0)
   q, k, v = rng.standard_normal((3, 1, 64, 1, 8)).astype(np.float32)
   x = np.where(np.arange(64) % 5 == 3, 20.0, -3.0).astype(np.float32)[None, :, None]
@@ -393,7 +408,9 @@ def test_a_gate_that_forgets_all_has_no_gradient(op):
 
 @pytest.mark.parametrize("impl", [*FORMS, "both ways"])
 def test_an_eps_of_0_where_nothing_is_read(impl):
-  """0 / 0 in padding, in what fills the last chunk, and of a query of zeros: an output of 0, and no NaN in any gradient."""
+  """0 / 0 in padding, in what fills the last chunk, and of a query of zeros: an output of 0, and no
+  NaN in any gradient.
+  """
   rng = np.random.default_rng(0)
   q, k, v = np.abs(rng.standard_normal((3, 1, 37, 1, 4))).astype(np.float32)
   ids = np.where(np.arange(37) % 6 == 5, -1, np.arange(37) // 20)[None]
@@ -445,7 +462,9 @@ def test_mlstm_keeps_a_weak_forget_gate_beside_large_input_gates(impl):
 
 
 def test_mlstm_before_anything_was_seen():
-  """An m of -inf, which nothing is relative to; i of -inf, which writes nothing; i of +inf, which is refused."""
+  """An m of -inf, which nothing is relative to; i of -inf, which writes nothing; i of +inf, which
+  is refused.
+  """
   one, zero = jnp.ones((1, 2, 1, 1)), jnp.zeros((1, 2, 1))
   nothing = jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, 1)), jnp.full((1, 1), -jnp.inf)
   o, (C, n, m) = lajax.mlstm(one, one, one, zero, zero - 0.1, initial_state=nothing)

@@ -30,7 +30,8 @@ def stabilise(
   A document begins with m = 0.
   """
   i, f, m = (jnp.maximum(x, NEGLIGIBLE) for x in (i, f, m))
-  # NaN stays out of the maxima, which it would not leave; through i' and f' it reaches its document.
+  # NaN stays out of the maxima, which it would not leave; through i' and f' it reaches its
+  # document.
   terms, first = tuple(jnp.where(x < jnp.inf, x, 0) for x in (i, f, m)), None
   if segment_ids is not None:
     document, is_token = packing(segment_ids)

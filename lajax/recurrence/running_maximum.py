@@ -34,8 +34,8 @@ def running_maximum(
     return m[:, 1:], m[:, :-1] - m[:, 1:]
   k = jnp.where(aligned(document) < 0, NEGLIGIBLE, k)
   current = jnp.broadcast_to(aligned(jax.lax.cummax(jnp.maximum(document, 0), axis=1)), k.shape)
-  # Selections, not `jnp.maximum`, whose derivative is a product: 0 times NaN would carry a cotangent
-  # that is not finite to other documents.
+  # Selections, not `jnp.maximum`, whose derivative is a product: 0 times NaN would carry a
+  # cotangent that is not finite to other documents.
   join = lambda x, y: (y[0], jnp.where((x[0] == y[0]) & (x[1] > y[1]), x[1], y[1]))
   first = (jnp.zeros_like(current[:, :1]), before)
   pairs = (jnp.concatenate(pair, axis=1) for pair in zip(first, (current, k), strict=True))
