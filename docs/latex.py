@@ -230,7 +230,7 @@ class _Parser:
     return f"{base}{apart}{below}{above}" if below or above else base
 
   def script(self) -> str:
-    """What follows "_": a group in braces, or names joined by commas, with their primes."""
+    """Reads what follows "_": a group in braces, or names joined by commas, with their primes."""
     if self.peek()[1] == "{":
       self.next()
       return self.expression("}", fractions=False)
@@ -242,7 +242,7 @@ class _Parser:
     return ",".join(_subscript_name(name) for name in names)
 
   def superscript(self) -> str:
-    """What follows "^": a group in braces or parentheses, or one name or number."""
+    """Reads what follows "^": a group in braces or parentheses, or one name or number."""
     kind, text = self.next()
     if text in ("{", "("):
       return self.expression(CLOSING[text], fractions=False)

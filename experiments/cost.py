@@ -1,4 +1,4 @@
-"""What do recurrent, hybrid and softmax models cost as the context grows?
+"""Counts what recurrent, hybrid and softmax models cost as the context grows.
 
     python experiments/cost.py
 

@@ -1,4 +1,4 @@
-"""Which token mixers can look up eight things at once?
+"""Trains token mixers to look up eight things at once, and prints who can (MQAR).
 
     python experiments/mqar.py
 

@@ -1,4 +1,4 @@
-"""How fast is each operation, in each implementation, beside the plainest code and other libraries?
+"""Times each operation, in each implementation, beside the plainest code and other libraries.
 
     python experiments/speed.py
 

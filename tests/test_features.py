@@ -440,7 +440,7 @@ def test_equal_keys_have_the_gradients_of_the_plain_equation():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_the_running_maximum_keeps_nan_in_its_document(bad):
-  """Of the keys, of the first maximum, and of the cotangents of maxima and changes."""
+  """Tried in the keys, the first maximum, and the cotangents of maxima and changes."""
   document = jnp.array([[0, 0, 1, 1, -1, 2, 2]])
   k = np.random.default_rng(0).normal(size=(1, 7, 1)).astype(np.float32)
   before, ones = np.zeros((1, 1), np.float32), np.ones_like(k)

@@ -50,12 +50,12 @@ def mesh_case(case: Case) -> MeshCase:
 
 
 def differences_of(cases) -> dict[str, list[str]]:
-  """What differs from one device: results, gradients and layouts, under jit."""
+  """Returns what differs from one device: results, gradients and layouts, under jit."""
   return {c.name: differences(mesh_case(c), ("explicit, batch", "auto, batch")) for c in cases}
 
 
 def report() -> dict[str, list[str]]:
-  """What differs, of one layer of each kind and of an eager call; and the collectives of a training
+  """Returns what differs, of one layer of each kind and of an eager call; and the collectives of a training
   step.
   """
   cases = [case for case in (*EACH, *BIDIRECTIONAL) if case.name in FAST]
@@ -65,7 +65,7 @@ def report() -> dict[str, list[str]]:
 
 
 def report_of_all() -> dict[str, list[str]]:
-  """What differs, of all layers."""
+  """Returns what differs, of all layers."""
   return differences_of((*EACH, *BIDIRECTIONAL))
 
 

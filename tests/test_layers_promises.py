@@ -1,4 +1,4 @@
-"""What Mamba, RG-LRU, forgetting attention and MLA promise beside the laws of all layers."""
+"""Promises of Mamba, RG-LRU, forgetting attention and MLA besides the laws of all layers."""
 
 import functools
 

@@ -124,7 +124,7 @@ def test_the_table_of_systems_is_whole():
 
 
 def is_op(function) -> bool:
-  """Whether a name of `lajax` is an op: a function of queries, or of inputs x with log decays."""
+  """Tells if a name of `lajax` is an op: a function of queries, or of inputs x with log decays."""
   names = list(inspect.signature(function).parameters)
   return names[0] == "q" or names[:2] == ["x", "log_a"]
 

@@ -1,5 +1,4 @@
-"""What others fell into: each trap on its smallest input, and the faults of the libraries below
-us.
+"""Traps that users of other libraries fell into, each on its smallest input, and faults of JAX.
 
 Most traps are rows of `cases.ROWS` and `cases.LAYOUTS`, which `test_implementations.py` and
 `test_laws.py` run through every form. Here are those that need a shape, a process or a comparison
@@ -175,7 +174,7 @@ def test_suffix_sums_of_1e8(case_id, impl):
 
 @pytest.mark.parametrize("case_id", [id for id, case in CASES.items() if "positive" in case.rows])
 def test_positive_decay_is_documented(case_id):
-  """That a caller's error stays finite, and equal to `recurrent`, is a row of every table in
+  """Their values, finite and equal to `recurrent`, are rows of the tables of
   test_implementations.py.
   """
   assert re.search(r"<= 0|≤ 0|positive", getattr(lajax, CASES[case_id].op).__doc__)

@@ -81,7 +81,7 @@ class Config:
   out: pathlib.Path | None = None
   """Folder of the results; None: runs/mqar, or runs/mqar-PRESET."""
   device: Literal["auto", "cpu", "gpu"] = "auto"
-  """Where to run; auto: on a GPU if JAX sees one."""
+  """Device to run on; auto: a GPU if JAX sees one."""
 
   @property
   def folder(self) -> pathlib.Path:

@@ -51,13 +51,13 @@ class Config:
   lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
   """Numbers of tokens for --scaling."""
   keep_memory: Literal["scaling", "always", "never"] = "scaling"
-  """When freed memory stays in the process, on a CPU; scaling: only in --scaling."""
+  """Runs that keep freed memory in the process, on a CPU; scaling: only --scaling."""
   positions: tuple[int, ...] = (100, 100_000)
   """Positions at which the decoding of one token is timed."""
   out: pathlib.Path | None = None
   """File that gets one JSON line per row of the tables."""
   device: Literal["auto", "cpu", "gpu"] = "auto"
-  """Where to run; auto: on a GPU if JAX sees one."""
+  """Device to run on; auto: a GPU if JAX sees one."""
 
 
 def parse(arguments: Sequence[str]) -> Config:

@@ -242,7 +242,10 @@ def _read_all(q, k, v, documents: PackedDocuments | None, precision) -> Float[Ar
   document = documents.document
   upto, _ = linear_attention(q, k, v, scale=1.0, segment_ids=document)
   same = jnp.pad(document[:, 1:] == document[:, :-1], ((0, 0), (0, 1)))
-  next_k = jnp.where(same[..., None, None], jnp.roll(k, -1, axis=1), jnp.zeros((), k.dtype))
-  flipped = (jnp.flip(x, axis=1) for x in (q, next_k, jnp.roll(v, -1, axis=1)))
+  # Both are selected: a key of zeros would not keep out NaN of a value, since 0 times NaN is NaN.
+  following = lambda x: jnp.where(
+    same[..., None, None], jnp.roll(x, -1, axis=1), jnp.zeros((), x.dtype)
+  )
+  flipped = (jnp.flip(x, axis=1) for x in (q, following(k), following(v)))
   behind, _ = linear_attention(*flipped, scale=1.0, segment_ids=jnp.flip(document, axis=1))
   return upto + jnp.flip(behind, axis=1)

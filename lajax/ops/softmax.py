@@ -108,7 +108,7 @@ def attention(
 
 
 class Options(NamedTuple):
-  """What is fixed when a call is compiled."""
+  """Holds the static settings of a call: each new one costs a compilation."""
 
   causal: bool
   window: int | None
@@ -160,7 +160,7 @@ def _plain(options: Options, q, k, v, sink, log_forget, segment_ids):
 
 
 def _placement(q, segment_ids) -> tuple[softmax.Placement, Bool[Array, "B T"] | None]:
-  """Where each token is, and which tokens are no padding (None: all)."""
+  """Places of the tokens, and the mask of those that are not padding (None: all are tokens)."""
   B, T = q.shape[:2]
   if segment_ids is None:
     position = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
@@ -199,7 +199,7 @@ def _whole(q, k, v, place: softmax.Placement, packed: bool, options: Options):
 
 
 def _cudnn_takes(q, k, v) -> bool:
-  """Whether XLA's attention by cuDNN takes them: half precision, one width <= 128, by eights."""
+  """Tells if cuDNN's attention takes them: half precision, one width <= 128, a multiple of 8."""
   half = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
   return half and q.shape[-1] == v.shape[-1] <= 128 and q.shape[-1] % 8 == 0
 

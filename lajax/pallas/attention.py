@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from lajax._numerics import NEGLIGIBLE
 from lajax.pallas import tiles
 from lajax.pallas.attention_blocks import (
   AttentionDocuments,
@@ -43,7 +44,6 @@ from lajax.pallas.tiles import load, store, tile_mask
 
 f32 = jnp.float32
 MAX_WIDTH = 256
-LOWEST = -1e30  # maximum over no keys: finite, so that differences of maxima are never NaN
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -63,13 +63,13 @@ def _forward_kernel(inputs, outputs, *, interpreted: bool, p: AttentionPlan):
     keys = where(p, m * p.S, p.S, 1, document_ref, position_ref)
     k = tile_of(k_ref, p, m * p.S, p.S, p.k_tile, p.keys)
     v = tile_of(v_ref, p, m * p.S, p.S, p.v_tile, p.values)(place.tile)
-    s = masked(p, queries, keys, p.scale * inner(product, p.NK, q, k, (p.C, p.S)), LOWEST)
+    s = masked(p, queries, keys, p.scale * inner(product, p.NK, q, k, (p.C, p.S)), NEGLIGIBLE)
     higher = jnp.maximum(top, jnp.max(s, axis=1))
     w = masked(p, queries, keys, jnp.exp(s - higher[:, None]), 0.0)
     shrink = jnp.exp(top - higher)
     return higher, total * shrink + jnp.sum(w, axis=1), sums * shrink[:, None] + product(w, v)
 
-  sink = LOWEST if sink_ref is None else jnp.maximum(sink_ref[...].astype(f32), LOWEST)
+  sink = NEGLIGIBLE if sink_ref is None else jnp.maximum(sink_ref[...].astype(f32), NEGLIGIBLE)
   top = jnp.full(p.C, sink, f32)
   total = jnp.full(p.C, 0.0 if sink_ref is None else 1.0, f32)
   begin = top, total, jnp.zeros((p.C, p.v_tile), f32)
@@ -302,7 +302,7 @@ def _backward(static, residuals, do):
   dk, dv = _backward_launch(p, "keys", (q, k, v, do, lse, delta), (k, v), documents)
   dsink = None
   if sink is not None:
-    weight = jnp.exp(jnp.maximum(sink.astype(f32), LOWEST)[None, None] - lse)
+    weight = jnp.exp(jnp.maximum(sink.astype(f32), NEGLIGIBLE)[None, None] - lse)
     dsink = -jnp.sum(weight * delta, axis=(0, 1)).astype(sink.dtype)
   if documents is not None:
     dq, dk, dv = replace(marked, (dq, dk, dv), jnp.nan)

@@ -217,7 +217,7 @@ class Where(NamedTuple):
 def where(p: AttentionPlan, start, size: int, axis: int, document_ref, position_ref) -> Where:
   """Returns the places of a block: a column for axis 0, a row for axis 1."""
   lay = lambda x: x[:, None] if axis == 0 else x[None, :]
-  index = start + jnp.arange(size)
+  index = start + jnp.arange(size, dtype=jnp.int32)
   if not p.documents:
     return Where(lay(index), lay(index), None)
   at, tokens = pl.ds(start, size), p.tokens(start, size)

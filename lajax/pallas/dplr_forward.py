@@ -204,7 +204,7 @@ def _summaries_kernel(
   a_ref, b_ref, k_ref, v_ref, g_ref, document_ref, edges_ref, squares_ref = inputs
   product, fine = tiles.products(p.dtype, interpreted), tiles.fine_products(p.dtype, interpreted)
   place = places(p, AXES["summaries"])[0](pl.program_id(0))
-  parts, column = parts_of(p), place.j * p.v_tile + jnp.arange(p.v_tile)
+  parts, column = parts_of(p), place.j * p.v_tile + jnp.arange(p.v_tile, dtype=jnp.int32)
 
   def chunk(m, S):
     n = chunk_of(p, place.n, m)

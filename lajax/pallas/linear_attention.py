@@ -216,7 +216,11 @@ def _scan_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan, reverse: 
     def load_decayed(ref, part, decay):
       columns, mask = part[0], tile_mask(tokens, part[1])
       x = load(ref.at[at, columns], mask)
-      return x * decay(load(g_ref.at[at, columns], mask).astype(f32)) if p.gate == "channel" else x
+      return (
+        x.astype(f32) * decay(load(g_ref.at[at, columns], mask).astype(f32))
+        if p.gate == "channel"
+        else x
+      )
 
     read = read_state(product, [load_decayed(reader_ref, part, decay_reader) for part in parts], S)
     read = (

@@ -87,7 +87,7 @@ def guarded(forward: Callable, backward: Callable, alone: Callable) -> tuple[Cal
     bad_last = ~jnp.isfinite(dlast).all((1, 2, 3)) | (marked[:, -1] & (dlast != 0).any((1, 2, 3)))
     cotangents = replace(bad, do, 0.0), replace(bad_last, dlast, 0.0)
     (*dtokens, dstate), nothing = backward(static, residuals, cotangents)
-    last_token = jnp.arange(bad.shape[1]) == bad.shape[1] - 1
+    last_token = jnp.arange(bad.shape[1], dtype=jnp.int32) == bad.shape[1] - 1
     marked = reached(bad | (bad_last[:, None] & last_token[None]), document, reverse=True)
     first = marked[:, 0] & (document[:, 0] == 0)
     return (*replace(marked, dtokens, jnp.nan), replace(first, dstate, jnp.nan)), nothing

@@ -172,7 +172,7 @@ def _forward_kernel(inputs, outputs, *, interpreted: bool, p: ConvPlan):
   x_ref, weight_ref, bias_ref, cache_ref, order_ref, documents_ref = inputs
   _, n, j = _place(p, p.T)(pl.program_id(0))
   tokens, channels = RankedTokens(p, x_ref, cache_ref, order_ref, documents_ref), p.channels(j)
-  rank = n * p.C + jnp.arange(p.C)
+  rank = n * p.C + jnp.arange(p.C, dtype=jnp.int32)
   own = tokens.document(rank)
   y = jnp.zeros((p.C, p.tile), f32)
   for w in range(p.W):
@@ -226,7 +226,7 @@ def _backward_kernel(inputs, outputs, *, interpreted: bool, p: ConvPlan):
   count, last = (p.T, None) if ends_ref is None else (ends_ref[0], ends_ref[1])
 
   def block(m, sums):
-    rank = (part * p.each + m) * p.C - p.R + jnp.arange(p.C)
+    rank = (part * p.each + m) * p.C - p.R + jnp.arange(p.C, dtype=jnp.int32)
     documents = {d: tokens.document(rank + d) for d in range(-p.R, p.W)}
     near = {d: tokens.values(rank + d, channels) for d in range(-p.R, p.W if p.silu else 1)}
     dx = dpre = jnp.zeros((p.C, p.tile), f32)
@@ -302,7 +302,7 @@ class Ranks(NamedTuple):
 def ranks(ids: Int[Array, "B T"]) -> Ranks:
   """Returns the ranks of packed documents, numbered from 0 on, -1 in padding."""
   B, T = ids.shape
-  is_token, rows = ids >= 0, jnp.arange(B)[:, None]
+  is_token, rows = ids >= 0, jnp.arange(B, dtype=jnp.int32)[:, None]
   count = is_token.sum(1, dtype=jnp.int32, keepdims=True)
   among = lambda x: jnp.cumsum(x, axis=1, dtype=jnp.int32) - 1
   rank = jnp.where(is_token, among(is_token), count + among(~is_token))
@@ -359,7 +359,7 @@ def _rest(p: ConvPlan, x, cache, documents: Ranks | None) -> Float[Array, "B W-1
       [cache[:, min(p.T, p.R) :], x[:, max(p.T - p.R, 0) :].astype(cache.dtype)], axis=1
     )
   order, document, ends = documents
-  rank = ends[:, :1] + jnp.arange(-p.R, 0)[None]
+  rank = ends[:, :1] + jnp.arange(-p.R, 0, dtype=jnp.int32)[None]
   at = jnp.clip(rank, 0, p.T - 1)
   new = jnp.take_along_axis(x, jnp.take_along_axis(order, at, axis=1)[..., None], axis=1).astype(
     cache.dtype

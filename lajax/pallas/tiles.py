@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from lajax._numerics import NEGLIGIBLE
 from lajax.pallas import launch
-
-NEGLIGIBLE = -1e30  # a log decay below which exp is 0, and whose products with 0 are 0
 
 
 def iota(shape: tuple[int, ...], axis: int) -> Array:
@@ -108,7 +107,7 @@ def inside(start, size: int, end: int, whole: bool) -> Bool[Array, "size"] | Non
   """Returns the mask of the places start .. start + size - 1 that are before `end`; None if
   `whole`: all are.
   """
-  return None if whole else start + jnp.arange(size) < end
+  return None if whole else start + jnp.arange(size, dtype=jnp.int32) < end
 
 
 def tile_mask(rows: Array | None, columns: Array | None) -> Array | None:

@@ -98,7 +98,7 @@ def finish(total: Partial) -> Float[Array, "... V"]:
 def visible(
   queries: Placement, keys: Placement, causal: bool, window: int | None
 ) -> Bool[Array, "B T S"]:
-  """Whether query t reads key s."""
+  """Tells if query t reads key s."""
   distance = queries.position[:, :, None] - keys.position[:, None, :]
   document = keys.document[:, None, :]
   mask = (queries.document[:, :, None] == document) & (document >= 0)
@@ -118,7 +118,7 @@ def finite_rows(x: Float[Array, "*M K"]) -> tuple[Float[Array, "*M K"], Bool[Arr
 def reads_finite(
   mask: Bool[Array, "B T S"], queries: Bool[Array, "B T HK G"], keys: Bool[Array, "B S HK"]
 ) -> Bool[Array, "B HK G T"]:
-  """Whether a query is finite and reads finite keys alone; True for a query that reads none."""
+  """Tells if a query is finite and reads finite keys only; True for a query that reads none."""
   some = lambda x: x.astype(jnp.float32)
   broken = jnp.einsum("bts,bsh->bht", some(mask), some(~keys)) > 0  # a count: a product is fastest
   own = jnp.moveaxis(queries, 1, -1) | ~mask.any(-1)[:, None, None, :]
@@ -251,7 +251,7 @@ def _check_signed(name: str, x) -> None:
 
 
 class Options(NamedTuple):
-  """What is fixed when a call is compiled."""
+  """Holds the static settings of a call: each new one costs a compilation."""
 
   causal: bool
   window: int | None

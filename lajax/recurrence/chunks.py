@@ -94,7 +94,7 @@ def _differentiable_loop(
 
 
 class Residuals(NamedTuple):
-  """What the backward pass reads besides the inputs."""
+  """Values that the backward pass reads besides the inputs."""
 
   states: Any  # [blocks M R (G) K V]: the state at the start of every chunk
   spoiled: Any  # [B T HV]: which outputs are NaN
@@ -103,7 +103,7 @@ class Residuals(NamedTuple):
 
 
 class ChunkLayout(NamedTuple):
-  """How time is cut: blocks, each of M chunks of C tokens."""
+  """The division of time into blocks, each of M chunks of C tokens."""
 
   C: int
   M: int

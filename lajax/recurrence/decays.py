@@ -43,7 +43,7 @@ SIDE = 16  # tokens of a block in which every decay per channel is exp of a sum 
 
 
 class Masks(NamedTuple):
-  """Which intervals of a chunk lie inside one document."""
+  """Masks of the intervals of a chunk that lie inside one document."""
 
   between: Bool[Array, "C C"]
   from_start: Bool[Array, "C"]
@@ -248,7 +248,7 @@ def _lower(C: int, k: int) -> Bool[np.ndarray, "C 1 C 1"]:
 
 
 def _pairs_of_halves(levels: int, R: int, W: int) -> Bool[np.ndarray, "levels LR LW"]:
-  """Which pairs (i, j) of L = 2^levels tokens have i in the later and j in the earlier half.
+  """Masks of the pairs (i, j) of L = 2^levels tokens with i in the later and j in the earlier half.
 
   One mask for each size of aligned blocks: 2, 4, .. L tokens.
   """
@@ -258,7 +258,7 @@ def _pairs_of_halves(levels: int, R: int, W: int) -> Bool[np.ndarray, "levels LR
 
 
 def _intervals(side: int) -> Bool[np.ndarray, "R side"]:
-  """Which of the `side` tokens of a block are in each interval.
+  """Masks of the tokens, among the `side` of a block, that each interval contains.
 
   First the intervals of `_Small`, then those from the block's start to each token, then those after
   each token.

@@ -173,7 +173,7 @@ def _read_rows(before, after, x: Corrections):
 
 
 class _Reads(NamedTuple):
-  """What the outputs of a chunk need beside the state."""
+  """Values of a chunk that its outputs need besides the state."""
 
   q: Float[Array, "C V"]
   k: Float[Array, "C K"]

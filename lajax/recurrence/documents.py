@@ -12,7 +12,7 @@ from lajax._numerics import NEGLIGIBLE, vary_like
 
 
 class Packing(NamedTuple):
-  """How the tokens of each row fall into documents."""
+  """The division of each row's tokens into documents."""
 
   document: Int[Array, "B T"]  # 0 for the row's first document, one more after each change of id
   is_token: Bool[Array, "B T"]  # False for padding

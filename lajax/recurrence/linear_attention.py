@@ -62,7 +62,7 @@ def _scores(before: bool, d: Decay, x: AdditiveTokens, precision) -> Float[Array
 
 
 def _reads(before: bool, d: Decay, x: AdditiveTokens) -> Float[Array, "C K"]:
-  """What reads the chunk's first state."""
+  """The queries that read the chunk's first state."""
   return x.q * (d.before if before else d.from_start)
 
 

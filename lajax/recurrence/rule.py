@@ -215,7 +215,7 @@ def warn_if_made_anew(rule: Rule) -> None:
 
 
 def _code(x) -> Hashable:
-  """What stays the same when a function is made again by the same code."""
+  """Identity of a function that stays the same when the same code makes it again."""
   if isinstance(x, tuple):
     return tuple(map(_code, x))
   if isinstance(x, Bound):
