@@ -39,5 +39,5 @@ def running_maximum(
   join = lambda x, y: (y[0], jnp.where((x[0] == y[0]) & (x[1] > y[1]), x[1], y[1]))
   first = (jnp.zeros_like(current[:, :1]), before)
   pairs = (jnp.concatenate(pair, axis=1) for pair in zip(first, (current, k), strict=True))
-  document, m = jax.lax.associative_scan(join, tuple(pairs), axis=1)
-  return m[:, 1:], jnp.where(document[:, 1:] == document[:, :-1], m[:, :-1] - m[:, 1:], 0)
+  numbers, m = jax.lax.associative_scan(join, tuple(pairs), axis=1)
+  return m[:, 1:], jnp.where(numbers[:, 1:] == numbers[:, :-1], m[:, :-1] - m[:, 1:], 0)
