@@ -30,6 +30,10 @@ def delta_rule(
   With `erase` b and `write` w in the place of beta, channel by channel:
   S_t = S'_t + k_t (w_t v_t - S'_t^T (b_t k_t))^T.
 
+  With beta = 2 and no decay the state is only rotated, so rounding errors stay and add up: in
+  float32 they reach 9e-6 of the output after 20,000 tokens in chunks of 64, and 4e-6 in chunks of
+  16 or token by token.
+
   Args:
     q, k: [B T H K]; k is expected at unit length (`lajax.layers` does that); head h serves the
       value heads n h .. n h + n - 1 where HV = n H.
