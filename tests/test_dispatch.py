@@ -139,7 +139,10 @@ def test_named_kernels_never_fall_back():
     refuse("It is late.")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+  "packed",
+  [pytest.param(False, id="whole", marks=pytest.mark.slow), pytest.param(True, id="packed")],
+)
 def test_a_symbolic_batch_is_exported(packed):
   """And a symbolic length is refused in a sentence."""
 

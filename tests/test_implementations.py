@@ -93,10 +93,11 @@ def test_implementation_equals_reference(case_id, impl, dtype):
 
 
 def _packed_implementations():
-  """Fast: `chunked` in float32 for every family. Slow: `associative` for every case; other rows of
-  values in the same layouts, bfloat16 and float64 for the core cases."""
+  """Fast: `chunked` in float32 for four cases. Slow: for all; `associative` for every case; other
+  rows of values in the same layouts, bfloat16 and float64 for the core cases."""
+  few = (*FEW, "linear_attention-channel", "delta_rule-channel")
   for case_id in CASES:
-    yield case_id, "chunked", "float32", 0, case_id in cases.FAMILIES
+    yield case_id, "chunked", "float32", 0, case_id in few
     yield case_id, "associative", "float32", 0, False
     if case_id in cases.CORE:
       yield case_id, "chunked", "float32", 3, False
@@ -300,7 +301,7 @@ def test_any_chunk_size(case_id, chunk_size):
 @pytest.mark.parametrize(
   ("case_id", "dtype"),
   parameters(
-    [(case_id, "float32", True) for case_id in cases.CORE]
+    [(case_id, "float32", case_id in FEW) for case_id in cases.CORE]
     + [(case_id, "bfloat16", False) for case_id in CASES]
   ),
 )

@@ -69,9 +69,10 @@ def described():
 
 
 def _lowered():
-  """Yields all families; of those with time splits, the other number of splits too, which is slow."""
+  """Yields all families; of those with time splits, the other number of splits too. Two are fast."""
   for family in KERNELS:
-    yield pytest.param(family, {"train", "decode"}, id=family)
+    marks = () if family in ("linear_attention", "norm") else pytest.mark.slow
+    yield pytest.param(family, {"train", "decode"}, id=family, marks=marks)
     if family in GATED:
       yield pytest.param(family, {"splits", "whole"}, id=f"{family}-splits", marks=pytest.mark.slow)
 

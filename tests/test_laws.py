@@ -189,11 +189,10 @@ def test_documents_do_not_touch_each_other(case_id):
 
 
 def _guarded():
-  """Fast: `chunked` for every family, the other implementations for three cases."""
+  """Fast: `chunked` for the core cases, all implementations for one."""
   for case_id, case in CASES.items():
-    few = case_id in ("linear_recurrence-vector", "delta_rule-head", "attention-forget")
     for impl in case.impls:
-      fast = few or (impl == "chunked" and case_id in cases.FAMILIES)
+      fast = case_id == "linear_recurrence-vector" or (impl == "chunked" and case_id in cases.CORE)
       marks = () if fast else pytest.mark.slow
       yield pytest.param(case_id, impl, marks=marks)
 

@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import quick_jit, relative_rms
+from cases import quick_jit, relative_rms, some_fast
 from flax import nnx
 from layer_cases import CASES, EACH, B, Case, D, abstract, values
 
 import lajax.layers as L
 
 every_layer = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-each_class = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in EACH])
-SPLIT_FAST = ("ShortConv", "GatedDeltaNet", "RWKV6")
+FAST = ("ShortConv", "GatedDeltaNet", "RWKV6", "Mamba", "MLA", "Hedgehog")
+SPLIT_FAST = FAST[:3]
+name_of = lambda case: case.name
+each_class = pytest.mark.parametrize("case", some_fast(EACH, FAST, name_of))
 
 
 def call_of(graph):
@@ -68,15 +70,7 @@ def test_a_wider_state_stays_wide(case):
 
 
 @pytest.mark.parametrize(
-  "case",
-  [
-    pytest.param(
-      case.in_form("recurrent"),
-      id=case.name,
-      marks=() if case.name in SPLIT_FAST else pytest.mark.slow,
-    )
-    for case in EACH
-  ],
+  "case", some_fast([case.in_form("recurrent") for case in EACH], SPLIT_FAST, name_of)
 )
 def test_half_precision_parameters_leave_split_and_whole_equal(case):
   """bfloat16 parameters, float32 inputs: a cache in the parameters' dtype gave errors of 1e-4 to
@@ -168,12 +162,15 @@ def test_the_message_names_shapes_letters_and_remedy():
 
 @pytest.mark.parametrize(
   "make",
-  [
-    functools.partial(L.GatedDeltaNet, D, 2, 8, impl="recurrent"),
-    functools.partial(L.RWKV7, D, 2, 8, impl="recurrent"),
-    functools.partial(L.SoftmaxAttention, D, 2, 8, max_length=8, impl="recurrent"),
-  ],
-  ids=lambda make: make.func.__name__,
+  some_fast(
+    [
+      functools.partial(L.GatedDeltaNet, D, 2, 8, impl="recurrent"),
+      functools.partial(L.RWKV7, D, 2, 8, impl="recurrent"),
+      functools.partial(L.SoftmaxAttention, D, 2, 8, max_length=8, impl="recurrent"),
+    ],
+    ("GatedDeltaNet",),
+    lambda make: make.func.__name__,
+  ),
 )
 def test_numpy_states(make):
   """As np.load gives them: eagerly, and as constants of a trace."""
@@ -225,6 +222,7 @@ class Stack(nnx.Module):
     return x, states
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiles")
 def test_tabulate_describes_layers_and_leaves_them_usable():
   x = jnp.ones((1, 2, D))

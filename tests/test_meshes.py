@@ -145,7 +145,12 @@ def all_numbers() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-  "function", ["traced", "some_numbers", pytest.param("all_numbers", marks=pytest.mark.slow)]
+  "function",
+  [
+    "some_numbers",
+    pytest.param("traced", marks=pytest.mark.slow),
+    pytest.param("all_numbers", marks=pytest.mark.slow),
+  ],
 )
 def test_two_devices_equal_one(function):
   wrong = {name: lines for name, lines in report_of("test_meshes", function).items() if lines}

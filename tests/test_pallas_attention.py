@@ -1,6 +1,7 @@
 """The kernels of softmax attention: interpreted on a CPU against `recurrent` in float64."""
 
 import functools
+import itertools
 
 import cases
 import jax
@@ -131,9 +132,12 @@ def test_vmap_and_checkpoint():
 # --- blocks, launches and residuals ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+  ("causal", "window", "packed"),
+  cases.some_fast(
+    itertools.product((True, False), (None, 40), (False, True)), ("(True, 40, True)",)
+  ),
+)
 def test_blocks_hold_what_is_read_and_little_else(causal, window, packed):
   """From the first to the last block that holds a token that is read: no block more."""
   T, B = 500, 3

@@ -32,7 +32,10 @@ def gate_of(arrays) -> str:
   return next(name for name in ("g", "log_a", "log_forget") if name in arrays)
 
 
-@pytest.mark.parametrize("case_id", [*STATEFUL, "attention-forget"])
+@pytest.mark.parametrize(
+  "case_id",
+  cases.some_fast([*STATEFUL, "attention-forget"], ("delta_rule-head", "linear_recurrence-vector")),
+)
 @settings(max_examples=4)
 @given(data=st.data())
 def test_any_gates_and_documents(case_id, data):
