@@ -13,8 +13,15 @@ from jaxtyping import Array, Float, Int
 
 from lajax._meshes import explicit_mesh, on_automatic_axes, spec_of
 from lajax._numerics import accumulation_dtype, promoted
-from lajax._shapes import check, check_batch, check_dtype_option, check_flag, check_given
-from lajax._shapes import check_positive, check_rngs
+from lajax._shapes import (
+  check,
+  check_batch,
+  check_dtype_option,
+  check_flag,
+  check_given,
+  check_positive,
+  check_rngs,
+)
 from lajax.layers import LayerState
 from lajax.layers.kv_cache import CachedMixer, check_room
 from lajax.layers.state import follow

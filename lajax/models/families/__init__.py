@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from lajax.models.config import ModelConfig
-from lajax.models.families import qwen3_5
+from lajax.models.families import bamba, granitemoehybrid, kimi_linear, mamba2, nemotron_h, qwen3_5
 from lajax.models.families.options import Family, Options
 
-FAMILIES: tuple[Family, ...] = (*qwen3_5.FAMILIES,)
+FAMILIES: tuple[Family, ...] = (
+  *qwen3_5.FAMILIES,
+  *kimi_linear.FAMILIES,
+  *nemotron_h.FAMILIES,
+  *granitemoehybrid.FAMILIES,
+  *bamba.FAMILIES,
+  *mamba2.FAMILIES,
+)
 BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 

@@ -12,16 +12,16 @@ from lajax.models.config import (
   MoEConfig,
   NormConfig,
 )
-from lajax.models.families.options import Family, Options, layer_kinds, rope
+from lajax.models.families.options import Family, Options, layer_kinds, rope, words
 from lajax.models.mlp import MLP
 from lajax.models.moe import MixtureOfExperts
 from lajax.models.tables import Tables, conv, experts, head, linear, same, swiglu
 
-NO_EFFECT = frozenset(
+NO_EFFECT = words(
   """
   image_token_id video_token_id vision_start_token_id vision_end_token_id vision_config
   language_model_only mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype
-  """.split()
+  """
 )
 
 
