@@ -167,11 +167,18 @@ class Mixer(StatefulLayer):
     return wide_dtype(self.param_dtype)
 
   def rms_norm(
-    self, width: int, norm_eps: float, activation: str = "swish", *, unit_offset: bool = False
+    self,
+    width: int,
+    norm_eps: float,
+    activation: str = "swish",
+    *,
+    unit_offset: bool = False,
+    use_weight: bool = True,
   ) -> GatedRMSNorm:
     """Returns a norm with this layer's options."""
     check_number("norm_eps", norm_eps, 0.0)
-    options = {"eps": norm_eps, "unit_offset": unit_offset, "impl": self.impl}
+    options = {"eps": norm_eps, "impl": self.impl}
+    options |= {"unit_offset": unit_offset, "use_weight": use_weight}
     return GatedRMSNorm(width, activation, param_dtype=self.gate_dtype, **options)
 
   def projected(self, name: str, x: Array) -> Array:

@@ -71,7 +71,7 @@ class MixtureOfExperts(nnx.Module):
     _, chosen = jax.lax.top_k(choice, c.top_k)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if c.normalize:
-      weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+      weights = weights / (weights.sum(-1, keepdims=True) + c.normalize_eps)
     return chosen, weights * c.scale
 
   def experts(

@@ -6,7 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from lajax.models.config import ModelConfig
-from lajax.models.families import bamba, granitemoehybrid, kimi_linear, mamba2, nemotron_h, qwen3_5
+from lajax.models.families import (
+  bailing_hybrid,
+  bamba,
+  falcon_h1,
+  granitemoehybrid,
+  jamba,
+  kimi_linear,
+  lfm2,
+  mamba,
+  mamba2,
+  nemotron_h,
+  olmo_hybrid,
+  qwen3_5,
+  qwen3_next,
+  recurrent_gemma,
+)
 from lajax.models.families.options import Family, Options
 
 FAMILIES: tuple[Family, ...] = (
@@ -16,6 +31,14 @@ FAMILIES: tuple[Family, ...] = (
   *granitemoehybrid.FAMILIES,
   *bamba.FAMILIES,
   *mamba2.FAMILIES,
+  *qwen3_next.FAMILIES,
+  *recurrent_gemma.FAMILIES,
+  *jamba.FAMILIES,
+  *bailing_hybrid.FAMILIES,
+  *olmo_hybrid.FAMILIES,
+  *falcon_h1.FAMILIES,
+  *lfm2.FAMILIES,
+  *mamba.FAMILIES,
 )
 BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 

@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from lajax.models.config import ModelConfig
 from lajax.models.tables import Tables
 
@@ -146,3 +149,8 @@ def rope(c: Options, theta: float = 10_000.0, fraction: float = 1.0) -> tuple[fl
     theta = inside.get("rope_theta", theta)
     fraction = inside.get("partial_rotary_factor", fraction)
   return float(theta), float(fraction)
+
+
+def bfloat16(x: float) -> float:
+  """Returns a number rounded to bfloat16."""
+  return float(np.asarray(x, jnp.bfloat16))
