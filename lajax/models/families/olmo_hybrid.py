@@ -46,7 +46,7 @@ def read(c: Options) -> ModelConfig:
       "expand_v": c.get("linear_value_head_dim") / K,
       "conv_size": c.get("linear_conv_kernel_dim", 4),
       "allow_negative_eigenvalues": c.get("linear_allow_neg_eigval", True),
-      "norm_eps": norm.eps,
+      "norm_eps": 1e-5,  # the original's, whatever rms_norm_eps is
     },
   )
   attention = MixerConfig(
@@ -101,9 +101,8 @@ def tables(c: Options) -> Tables:
         *linear("linear_attn.g_proj", "in_proj.gate"),
         *linear("linear_attn.b_proj", "in_proj.beta"),
         *linear("linear_attn.a_proj", "in_proj.a"),
-        *conv("linear_attn.q_conv1d", "conv.q"),
-        *conv("linear_attn.k_conv1d", "conv.k"),
-        *conv("linear_attn.v_conv1d", "conv.v"),
+        # transformers writes the joined convolutions as three equal parts, whatever q, k and v are
+        *conv(tuple(f"linear_attn.{x}_conv1d" for x in "qkv"), "conv.q", "conv.k", "conv.v"),
         *same("linear_attn.A_log", "A_log"),
         *same("linear_attn.dt_bias", "dt_bias"),
         *same("linear_attn.o_norm.weight", "norm.weight"),
