@@ -16,13 +16,19 @@ from lajax.models.mlp import MLP
 from lajax.models.moe import MixtureOfExperts
 from lajax.models.tables import Tables, experts, head, linear, same, swiglu
 
-NO_EFFECT = words("num_logits_to_keep use_associative_scan use_mamba_kernels use_mambapy")
+NO_EFFECT = words(
+  """
+  calc_logits_for_entire_prompt n_ctx num_logits_to_keep use_associative_scan use_mamba_kernels
+  use_mambapy
+  """
+)
 
 
 def read(c: Options) -> ModelConfig:
   c.one_of("hidden_act", ["silu"], "silu")
   c.one_of("attention_dropout", [0.0], 0.0)
   c.one_of("sliding_window", [None], None)
+  c.one_of("mamba_inner_layernorms", [True], True)
   norm = NormConfig(c.get("rms_norm_eps", 1e-6))
   D, heads = c.get("hidden_size"), c.get("num_attention_heads")
   mamba = MixerConfig(

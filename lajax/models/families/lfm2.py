@@ -25,7 +25,7 @@ NO_EFFECT = words(
 def read(c: Options) -> ModelConfig:
   norm = NormConfig(c.get("norm_eps", 1e-5))
   D, heads = c.get("hidden_size"), c.get("num_attention_heads")
-  theta, _ = rope(c, 1_000_000.0)
+  theta, _ = rope(c, c.get("theta", 1_000_000.0))
   mixers = {
     "conv": MixerConfig(
       L.DoubleGatedConv,

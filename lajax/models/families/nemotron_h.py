@@ -39,6 +39,10 @@ def read(c: Options) -> ModelConfig:
   eps = c.get("layer_norm_epsilon", 1e-5)
   c.one_of("norm_eps", [eps], eps)
   c.one_of("rms_norm_eps", [eps], eps)
+  states, groups = c.get("ssm_state_size"), c.get("n_groups", 1)
+  c.one_of("mamba_d_state", [states], states)  # second names of these two
+  c.one_of("mamba_state_dim", [states], states)
+  c.one_of("mamba_num_groups", [groups], groups)
   norm = NormConfig(eps)
   kinds = _kinds(c)
   use_bias = c.get("use_bias", False)
@@ -48,12 +52,12 @@ def read(c: Options) -> ModelConfig:
       {
         "num_heads": c.get("mamba_num_heads"),
         "head_dim": c.get("mamba_head_dim"),
-        "state_dim": c.get("ssm_state_size"),
-        "num_groups": c.get("n_groups", 1),
+        "state_dim": states,
+        "num_groups": groups,
         "conv_size": c.get("conv_kernel", 4),
         "conv_bias": c.get("use_conv_bias", True),
         "use_bias": c.get("mamba_proj_bias", use_bias),
-        "norm_groups": c.get("n_groups", 1),
+        "norm_groups": groups,
         "norm_eps": eps,
         "dt_limits": _dt_limits(c),
       },

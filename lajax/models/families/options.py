@@ -25,7 +25,9 @@ NO_EFFECT = words(
   architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype initializer_range
   transformers_version use_cache max_position_embeddings model_type output_router_logits
   router_aux_loss_coef tokenizer_class _name_or_path output_attentions output_hidden_states
-  return_dict _attn_implementation_autoset
+  return_dict _attn_implementation_autoset use_return_dict torchscript use_bfloat16 pruned_heads
+  is_decoder is_encoder_decoder add_cross_attention chunk_size_feed_forward id2label label2id
+  problem_type finetuning_task task_specific_params prefix sep_token_id decoder_start_token_id
   """
 )
 

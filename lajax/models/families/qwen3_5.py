@@ -45,6 +45,7 @@ def hybrid(c: Options, mlps: Sequence[MLPConfig | MoEConfig], tied: bool) -> Mod
   c.one_of("hidden_act", ["silu"], "silu")
   c.one_of("attention_dropout", [0.0], 0.0)
   c.one_of("attn_output_gate", [True], True)
+  c.one_of("output_gate_type", ["swish", "silu"], "swish")  # of Gated DeltaNet
   norm = NormConfig(c.get("rms_norm_eps", 1e-6), unit_offset=True)
   heads, K = c.get("linear_num_key_heads"), c.get("linear_key_head_dim")
   delta = MixerConfig(
