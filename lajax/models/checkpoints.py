@@ -311,9 +311,7 @@ def _write(
 ) -> None:
   arrays = {name: np.ascontiguousarray(compute()) for name, compute in derived.items()}
   for place in group:
-    parameters = [np.asarray(v[...][place.index]) for v in place.variables]
-    for name, x in zip(place.tensors, place.row.to_tensors(parameters), strict=True):
-      arrays[name] = np.ascontiguousarray(x)
+    arrays |= {name: np.ascontiguousarray(x) for name, x in place.arrays().items()}
   safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
 
 

@@ -210,6 +210,11 @@ class Place:
   def tensor_shape(self) -> Shape:
     return self.row.tensor_shape(self.shapes)
 
+  def arrays(self) -> dict[str, np.ndarray]:
+    """Returns the tensors by name, made from the parameters."""
+    parameters = [np.asarray(v[...][self.index]) for v in self.variables]
+    return dict(zip(self.tensors, self.row.to_tensors(parameters), strict=True))
+
   def accepts(self, tensor: str, shape: Shape) -> bool:
     """Says whether a tensor may have this shape: several may be cut evenly, or by parameter."""
     if shape == self.tensor_shape:
