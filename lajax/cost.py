@@ -84,8 +84,8 @@ def cost(
       bytes = state + conv + cache(length) ;  operations per token: decode(length), prefill(length)
 
   Args:
-    layers: a layer, a language model, or a sequence of them. A layer that occurs n times counts n times, and is
-      traced once.
+    layers: a layer, a language model, or a sequence of them. A layer that occurs n times counts n
+      times, and is traced once.
     length: T, tokens of context, at least 1. Caches are made for T tokens.
     batch: B, the number of rows of the state, at least 1. Operations are those of one row.
     prefill: also count the operations of a first call; if False, `prefill` of the result is 0.

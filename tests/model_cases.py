@@ -14,9 +14,15 @@ import lajax
 
 HERE = pathlib.Path(__file__).parent
 # Beside the repository, where the project's shared files are; a copy in tests/ comes first.
-PLACES = (HERE / "oracle", HERE.parent.parent / "shared" / "oracle", pathlib.Path("/work/shared/oracle"))
+PLACES = (
+  HERE / "oracle",
+  HERE.parent.parent / "shared" / "oracle",
+  pathlib.Path("/work/shared/oracle"),
+)
 ROOT = next((p for p in PLACES if (p / "models").is_dir()), None)
-needs_oracle = pytest.mark.skipif(ROOT is None, reason="the oracle's models are not on this machine")
+needs_oracle = pytest.mark.skipif(
+  ROOT is None, reason="the oracle's models are not on this machine"
+)
 
 PIECE = 24  # tokens per call
 PADS = 5  # on the left, in the test of padding

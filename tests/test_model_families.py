@@ -69,7 +69,12 @@ def check_states(name, model, state, io):
       theirs = {key.split("/")[-1]: io[key] for key in io if key.startswith(f"state/{n}/")}
       recurrent = theirs.get("recurrent_states", theirs.get("linear_cache"))
       memory = mixer.memory
-      if isinstance(memory, tuple) and "keys" in theirs and model.stacks and name != "recurrent_gemma":
+      if (
+        isinstance(memory, tuple)
+        and "keys" in theirs
+        and model.stacks
+        and name != "recurrent_gemma"
+      ):
         T = theirs["keys"].shape[2]
         for ours, their in zip(memory, (theirs["keys"], theirs["values"]), strict=True):
           assert worst(ours[0, :T], their[0].swapaxes(0, 1)) <= 1e-4 * max(1, np.abs(their).max())
@@ -125,18 +130,24 @@ def test_loss_and_gradients_are_the_originals(name):
     assert np.linalg.norm(arrays[n]) == pytest.approx(theirs[n], rel=2e-3, abs=1e-6), n
   total = lambda norms: float(np.sqrt(sum(x * x for x in norms)))
   ours = total(np.linalg.norm(x) for n, x in arrays.items() if n not in direct)
-  assert ours == pytest.approx(total(x for n, x in theirs.items() if n not in direct), rel=1e-3, abs=1e-6)
+  assert ours == pytest.approx(
+    total(x for n, x in theirs.items() if n not in direct), rel=1e-3, abs=1e-6
+  )
   embedding = np.asarray(of_model.embedding[...])
   if not model.config.tied_head or "grad_embed" in data.io:
     assert worst(embedding, data.io["grad_embed"]) <= 1e-3 * np.abs(data.io["grad_embed"]).max()
 
 
-@pytest.mark.parametrize("name", folders(quick=("qwen3_5_multimodal", "minimax", "qwen3_next", "olmo_hybrid")))
+@pytest.mark.parametrize(
+  "name", folders(quick=("qwen3_5_multimodal", "minimax", "qwen3_next", "olmo_hybrid"))
+)
 def test_a_saved_checkpoint_is_bitwise_the_one_that_was_loaded(name, tmp_path):
   model = loaded(name)
   lajax.models.save(model, tmp_path)
   ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path, oracle(name).folder))
-  assert {n for n in theirs if n not in ours} == {n for n in theirs if n.startswith("model.visual.")}
+  assert {n for n in theirs if n not in ours} == {
+    n for n in theirs if n.startswith("model.visual.")
+  }
   for n, x in ours.items():
     if n.endswith("_decay"):  # of MiniMax: exponentials, computed again when they are written
       np.testing.assert_allclose(x, theirs[n], rtol=3e-7)
@@ -162,7 +173,9 @@ PUBLISHED = [
 
 def kinds_of(names) -> collections.Counter:
   """Counts tensors of one name and shape; numbers of layers and experts are N."""
-  numbered = lambda n: re.sub(r"(?<=\.)\d+(?=\.)", "N", n.replace("model.language_model.", "model."))
+  numbered = lambda n: re.sub(
+    r"(?<=\.)\d+(?=\.)", "N", n.replace("model.language_model.", "model.")
+  )
   return collections.Counter((numbered(name), tuple(shape)) for name, shape in names)
 
 
@@ -177,4 +190,7 @@ def test_a_published_config_has_the_published_parameters_tensors_and_state(path)
   assert kinds_of((n, x.shape) for n, x in tensors.items()) == wanted
   size, cache = lajax.cost.memory(model, PIECE), told["cache_per_sequence"]
   assert size.cache.numbers == PIECE * cache["kv_numbers_per_token"]
-  assert (size.state.numbers, size.conv.numbers) == (cache["recurrent_numbers"], cache["conv_numbers"])
+  assert (size.state.numbers, size.conv.numbers) == (
+    cache["recurrent_numbers"],
+    cache["conv_numbers"],
+  )

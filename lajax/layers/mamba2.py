@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from lajax._numerics import l2_normalize
-from lajax._shapes import check_flag, check_positive, check_whole
+from lajax._shapes import check_flag, check_numbers, check_positive, check_whole
 from lajax.layers.mixer import Mixer, value_heads
 from lajax.layers.parameters import aligned, log_uniform_rate, step_bias, widen
 from lajax.ops import linear_attention
@@ -80,9 +80,8 @@ class Mamba2(Mixer):
     check_flag("use_norm", use_norm)
     if check_positive("norm_groups", norm_groups) and H * V % norm_groups:
       raise ValueError(f"`norm_groups` must divide the {H * V} channels; got {norm_groups}.")
-    if multipliers is not None and len(multipliers) != 5:
-      raise ValueError(f"`multipliers` must be five, of z, u, B, C and dt; got {multipliers}.")
-    self.dt_limits = dt_limits
+    self.dt_limits = check_numbers("dt_limits", dt_limits, ("smallest", "greatest"))
+    multipliers = check_numbers("multipliers", multipliers, ("z", "u", "B", "C", "dt"))
     super().__init__(
       d_model,
       {"u": (H, V), "B": (G, K), "C": (G, K), "z": (H, V), "dt": (H,)},

@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 from lajax._numerics import promoted
 from lajax._shapes import check_dtype_option
 from lajax.models.config import ModelConfig
-from lajax.models.families import family_of, read_config
+from lajax.models.families import family_of, published_config, read_config
 from lajax.models.families.options import Options
 from lajax.models.language_model import LanguageModel
 from lajax.models.tables import Place, Tables, derived_tensors, places
@@ -110,15 +110,15 @@ def save(model: LanguageModel, folder: str | os.PathLike) -> None:
   """Writes config.json and the tensors of a model, bitwise as `load` read them.
 
   Args:
-    model: a model of `from_config` or `load`.
+    model: of any config. One that was not read from a config.json gets one that spells it out.
     folder: is made if it is missing. Tensors of more than 4 GiB go to several files and an index.
 
   Raises:
-    ValueError: the config of the model was not read from a config.json.
+    ValueError: `model` is no LanguageModel, or has mixers from outside lajax.layers.
   """
   if not isinstance(model, LanguageModel):
     raise ValueError(f"`model` must be a LanguageModel; got {type(model).__name__}.")
-  published = _published_of(model)
+  published = published_config(model.config)
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n")
@@ -143,7 +143,7 @@ def save(model: LanguageModel, folder: str | os.PathLike) -> None:
 
 def tensors(model: LanguageModel) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the tensors of the model's checkpoint by name; of an abstract model too."""
-  tables = _tables(_published_of(model))
+  tables = _tables(published_config(model.config))
   found = {
     name: jax.ShapeDtypeStruct(place.tensor_shape, place.variables[0].dtype)
     for place in places(model, tables)
@@ -176,14 +176,6 @@ def _published(config: Any) -> dict[str, Any]:
   if not path.is_file():
     raise FileNotFoundError(f"there is no config.json at {path}")
   return json.loads(path.read_text())
-
-
-def _published_of(model: LanguageModel) -> dict[str, Any]:
-  if model.config.published is None:
-    raise ValueError(
-      "`model` must have a config that was read from a config.json; got one without."
-    )
-  return json.loads(model.config.published)
 
 
 def _tables(published: Mapping[str, Any]) -> Tables:

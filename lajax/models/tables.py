@@ -168,7 +168,7 @@ class Tables:
   Attributes:
     model: rows of the model itself: embedding, final norm, head.
     block: rows of a block's norms.
-    parts: rows of mixers and MLPs, by class.
+    parts: rows of mixers and MLPs, by class; None for a tensor per parameter, named by its path.
     prefix: of the tensors of a layer, with {layer}.
     ignored: beginnings of the names of tensors that a text model leaves out.
     names: of a layer's tensors where they depend on the layer: (its number, a name of the tables)
@@ -178,7 +178,7 @@ class Tables:
 
   model: Sequence[Row]
   block: Sequence[Row]
-  parts: Mapping[type, Sequence[Row]]
+  parts: Mapping[type, Sequence[Row]] | None
   prefix: str = "model.layers.{layer}."
   ignored: tuple[str, ...] = ()
   names: Callable[[int, str], str] | None = None
@@ -285,6 +285,12 @@ def _of_layer(p: Any, repeat: int) -> Any:
 
 
 def _block_places(block: Any, tables: Tables, layer: int, repeat: int) -> Iterator[Place]:
+  if tables.parts is None:
+    for path, variable in _variables(block):
+      name = ".".join(map(str, path))
+      row = Row((name,), (name,), "same")
+      yield Place((tables.prefix.format(layer=layer) + name,), row, (variable,), (repeat,))
+    return
   parts = [(block, tables.block), *((m, tables.parts[type(m)]) for m in block.mixers)]
   if block.mlp is not None:
     parts.append((block.mlp, tables.parts[type(block.mlp)]))

@@ -19,6 +19,7 @@ from lajax.models.families import (
   minimax,
   nemotron_h,
   olmo_hybrid,
+  own,
   qwen3_5,
   qwen3_next,
   recurrent_gemma,
@@ -41,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
   *falcon_h1.FAMILIES,
   *lfm2.FAMILIES,
   *mamba.FAMILIES,
+  *own.FAMILIES,
 )
 BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
@@ -64,4 +66,11 @@ def read_config(published: Mapping[str, Any]) -> ModelConfig:
   options = Options(published)
   config = family.read(options)
   options.finish(family.no_effect)
+  if family in own.FAMILIES:
+    return config
   return dataclasses.replace(config, published=json.dumps(published))
+
+
+def published_config(config: ModelConfig) -> dict[str, Any]:
+  """Returns the config.json that a config was read from, or one that spells it out."""
+  return own.published(config) if config.published is None else json.loads(config.published)
