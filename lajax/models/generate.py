@@ -60,9 +60,9 @@ def generate(
     JAX's default kind, threefry.
   * The prompt is read in pieces of `prefill_piece` tokens. A prompt of a million tokens needs the
     memory of one piece and of the states.
-  * Everything is compiled once for each batch size, piece length and set of sampling options.
-    Another prompt, `max_tokens` or value of an option compiles nothing. Nor does `callback`; with
-    it the host waits for every token, otherwise for every 64th.
+  * Everything is compiled once for each batch size, piece length and set of sampling options (none
+    count while all temperatures are 0). Another prompt, `max_tokens` or value of an option compiles
+    nothing. Nor does `callback`; with it the host waits for every token, otherwise for every 64th.
 
   Args:
     model: an `nnx.Module` with `logits, state = model(tokens, state=None, *, segment_ids=None)` and
@@ -408,13 +408,14 @@ def _check_room(graph, parameters, B: int, state: Any, longest: int) -> None:
     )
 
 
-def _placer(prompt: Any, parameters: Any) -> Callable:
-  """Returns a function that lays out arrays [B ..] as the prompt's rows, on its explicit mesh."""
-  typed = [x for x in (prompt, *jax.tree.leaves(parameters)) if isinstance(x, jax.Array)]
-  typed = [x for x in typed if explicit_mesh(x) is not None]
-  if not typed:
+def _placer(prompt: Any, parameters: list[Array]) -> Callable:
+  """Returns a function that lays out arrays [B ..] as the prompt's rows, on its mesh or the
+  model's.
+  """
+  on_mesh = lambda x: isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
+  like: Any = next(filter(on_mesh, (prompt, *parameters)), None)
+  if like is None:
     return lambda x: x
-  rows = spec_of(prompt)[0] if typed[0] is prompt else None
-  like: Any = typed[0].sharding
-  sharding = NamedSharding(like.mesh, PartitionSpec(rows))
+  rows = PartitionSpec(*like.sharding.spec[:1]) if like is prompt else PartitionSpec()
+  sharding = NamedSharding(like.sharding.mesh, rows)
   return lambda x: jax.device_put(x, sharding)

@@ -12,6 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from lajax._shapes import INT32, check, check_given, check_ids, check_key, check_number, check_whole
 
+UNNAMED = -2  # a document whose id the state decides
+EAGER = "Call lajax.generate outside jit: it compiles its own loop."
+
 
 class Prompts(NamedTuple):
   """Prompts of B rows, whose tokens begin at the left; L are those of the longest row."""
@@ -71,7 +74,7 @@ class Request(NamedTuple):
 
 
 def prompts_of(prompt: Any, segment_ids: Any, vocab_size: int | None) -> Prompts:
-  """Returns the tokens of a prompt; -2 as the documents where `segment_ids` are not given.
+  """Returns the tokens of a prompt; their documents are UNNAMED without `segment_ids`.
 
   Raises:
     ValueError: the prompt is neither [B T] nor lists of integers, a row has no token, or a token is
@@ -107,10 +110,6 @@ def prompts_of(prompt: Any, segment_ids: Any, vocab_size: int | None) -> Prompts
     tokens[n, : len(row)] = row
     documents[n, : len(row)] = UNNAMED if ids is None else ids[n]
   return Prompts(tokens, documents, lengths)
-
-
-UNNAMED = -2  # a document whose id the state decides
-EAGER = "Call lajax.generate outside jit: it compiles its own loop."
 
 
 def _row(n: int, row: Any) -> np.ndarray:
