@@ -13,6 +13,8 @@ Ops: `linear_attention`, `normalized_linear_attention`, `delta_rule`, `delta_pro
 (`segment_ids`, `loss_mask`) and carries a state (`initial_state`) from call to call; `impl` chooses
 how it is computed, never what.
 
+`lajax.generate` writes tokens with a model behind prompts, from states of constant size.
+
 Modules: `lajax.layers` (Flax NNX layers), `lajax.recurrence` (one token of each op, for decoding),
 `lajax.models`, `lajax.tasks` (recall), `lajax.cost` (operations and bytes of a layer).
 
@@ -65,6 +67,8 @@ _MODULES = ("cost", "layers", "models", "recurrence", "tasks")  # imported when 
 def __getattr__(name: str):
   if name in _MODULES:
     return _importlib.import_module(f"lajax.{name}")
+  if name == "generate":
+    return _importlib.import_module("lajax.models").generate
   if name == "__version__":
     try:
       return _metadata.version("lajax")
@@ -74,4 +78,6 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-  return sorted({*__all__, *_MODULES, "__version__", "__doc__", "__all__", "__name__", "__file__"})
+  return sorted(
+    {*__all__, *_MODULES, "generate", "__version__", "__doc__", "__all__", "__name__", "__file__"}
+  )

@@ -1,4 +1,4 @@
-"""Language models assembled from the layers, their configs and checkpoints; models of recall."""
+"""Language models assembled from the layers: configs, checkpoints, generation; models of recall."""
 
 from lajax.layers.parameters import Buffer
 from lajax.models.checkpoints import from_config, load, save, tensors
@@ -12,12 +12,15 @@ from lajax.models.config import (
   ResidualConfig,
   hybrid_config,
 )
+from lajax.models.generate import Completion, complete, generate
 from lajax.models.language_model import LanguageModel, ModelState
 from lajax.models.recall import GatedShortConv, RecallModel, masked_positions, recall_loss
+from lajax.models.sampling import sample
 
 __all__ = [
   "BlockConfig",
   "Buffer",
+  "Completion",
   "GatedShortConv",
   "LanguageModel",
   "MLPConfig",
@@ -28,11 +31,14 @@ __all__ = [
   "NormConfig",
   "RecallModel",
   "ResidualConfig",
+  "complete",
   "from_config",
+  "generate",
   "hybrid_config",
   "load",
   "masked_positions",
   "recall_loss",
+  "sample",
   "save",
   "tensors",
 ]
