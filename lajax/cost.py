@@ -8,6 +8,7 @@ L.MLA(2048, rngs=nnx.Rngs(0)))`.
 import dataclasses
 import inspect
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +136,7 @@ def memory(layer: nnx.Module, length: int, *, batch: int = 1) -> Cost:
   _check_layer(layer)
   length, batch = check_whole("length", length), check_whole("batch", batch)
   if _is_model(layer):
-    parts = [(memory(mixer, length, batch=batch), n) for mixer, n in layer.mixer_layers()]
+    parts = [(memory(mixer, length, batch=batch), n) for mixer, n in _mixers(layer)]
     return sum((part for part, n in parts for _ in range(n)), Cost())
   state = _shape_of_state(layer, length, batch)
   memory_, conv = _size(state.memory), _size(state.conv)
@@ -173,7 +174,7 @@ def prefill_operations(layer: nnx.Module, length: int) -> float:
   _check_layer(layer)
   length = check_whole("length", length)
   if _is_model(layer):
-    mixers = layer.mixer_layers()
+    mixers = _mixers(layer)
     inside = sum(n * decode_operations(mixer, 1) for mixer, n in mixers)
     outside = decode_operations(layer, 1) - inside  # MLPs, norms and head work per token
     return outside + sum(n * prefill_operations(mixer, length) for mixer, n in mixers)
@@ -214,6 +215,11 @@ def _shape_of_state(layer, length: int, batch: int):
 def _is_model(layer) -> bool:
   """Says whether a module is a language model, whose mixers are counted one by one."""
   return hasattr(layer, "mixer_layers")
+
+
+def _mixers(model: Any) -> list[tuple[nnx.Module, int]]:
+  """Returns every kind of mixer of a language model, and how many layers have it."""
+  return model.mixer_layers()
 
 
 def _tokens(layer, length: int):

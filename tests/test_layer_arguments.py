@@ -28,6 +28,7 @@ WRONG = {  # by the annotation of an option
   "float": WRONG_NUMBERS,
   "float | None": tuple(x for x in WRONG_NUMBERS if x is not None),
   "bool": ("no", 1, None),
+  "bool | None": ("no", 1),
   "str": ("fast", 3, None, np.ones(2)),
   "str | None": ("fast", 3, np.ones(2)),
 }

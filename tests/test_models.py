@@ -124,12 +124,17 @@ def test_rematerialisation_gives_the_same_gradients():
   assert max(jax.tree.leaves(differ)) <= 1e-5
 
 
+PERIOD = (L.RetNet, L.RetNet, L.RetNet, L.SoftmaxAttention)
+
+
 @pytest.mark.slow
 def test_depth_costs_no_compile_time():
   """A train step of 28 layers compiles within 1.5 times the time of one period and its tail."""
 
   def seconds(layers: int) -> float:
-    graph, parameters = nnx.split(abstract(config(layers)))
+    kinds = [M.MixerConfig(kind, {"num_heads": 2, "head_dim": 8}) for kind in PERIOD]
+    made = M.hybrid_config(50, 16, kinds, layers, mlp=24)
+    graph, parameters = nnx.split(abstract(made))
     loss = lambda p, t: nnx.merge(graph, p)(t)[0].std()
     start = time.process_time()
     tokens = jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32)

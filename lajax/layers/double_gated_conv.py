@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 
+from lajax._shapes import check_whole
 from lajax.layers.mixer import Mixer
 
 
@@ -39,6 +40,8 @@ class DoubleGatedConv(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
+    check_whole("d_model", d_model)
+    check_whole("conv_size", conv_size)
     super().__init__(
       d_model,
       {"b": (d_model,), "c": (d_model,), "u": (d_model,)},
@@ -61,6 +64,7 @@ class DoubleGatedConv(Mixer):
   def project(self, x, conv, documents):
     b, c, u = (self.projected(name, x) for name in "bcu")
     cache = None if conv is None else conv["u"]
+    assert self.conv is not None
     y, cache = self.conv["u"].convolve(documents.blank_padding(b * u), cache, documents)
     return {"y": c * y}, {"u": cache}
 

@@ -94,8 +94,10 @@ class Mamba(Mixer):
     )
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (E,), self.gate_dtype))
     self.D = nnx.Param(jnp.ones(E, self.gate_dtype))
-    options = {"use_weight": inner_norm_weight}
-    norm = lambda width: self.rms_norm(width, norm_eps, **options) if inner_norm else None
+
+    def norm(width: int):
+      return self.rms_norm(width, norm_eps, use_weight=inner_norm_weight) if inner_norm else None
+
     self.dt_norm, self.B_norm, self.C_norm = norm(R), norm(N), norm(N)
     self.dt_rank, self.state_dim = R, N
 

@@ -78,7 +78,8 @@ class Mamba2(Mixer):
       raise ValueError(f"`num_groups` must divide num_heads = {H}; got {G}.")
     check_flag("conv_bias", conv_bias)
     check_flag("use_norm", use_norm)
-    if check_positive("norm_groups", norm_groups) and H * V % norm_groups:
+    check_positive("norm_groups", norm_groups)
+    if norm_groups is not None and H * V % norm_groups:
       raise ValueError(f"`norm_groups` must divide the {H * V} channels; got {norm_groups}.")
     self.dt_limits = check_numbers("dt_limits", dt_limits, ("smallest", "greatest"))
     multipliers = check_numbers("multipliers", multipliers, ("z", "u", "B", "C", "dt"))
@@ -111,10 +112,10 @@ class Mamba2(Mixer):
     return y.astype(p["u"].dtype), memory
 
   def _normed(self, y: Float[Array, "B T H V"]) -> Float[Array, "B T ..."]:
-    if self.norm is None:
+    if self.norm is None or self.norm.weight is None:
       return y
     if self.norm_groups is None:
-      return self.norm(y.reshape(*y.shape[:2], self.num_groups, self.norm.weight.shape[-1]))
+      return self.norm(y.reshape(*y.shape[:2], self.num_groups, self.norm.width))
     parts = y.reshape(*y.shape[:2], self.norm_groups, -1)
     normed = l2_normalize(parts, self.norm.eps * parts.shape[-1]) * parts.shape[-1] ** 0.5
     return jax.lax.collapse(normed, 2) * aligned(self.norm.weight[...], y[..., 0])

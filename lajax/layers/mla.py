@@ -1,5 +1,7 @@
 """Multi-head latent attention (MLA)."""
 
+import functools
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -107,8 +109,8 @@ class MLA(CachedMixer):
     q, c, r = p["q"], self.norm(p["c"]), p["r"]
     if self.rope_theta is not None:
       content, shared = jnp.split(q, [self.head_dim], axis=-1)
-      q = jnp.concatenate([content, self._rotated(shared, documents)], axis=-1)
-      r = self._rotated(r, documents)
+      turn = functools.partial(self._rotated, documents=documents, theta=self.rope_theta)
+      q, r = jnp.concatenate([content, turn(shared)], axis=-1), turn(r)
     if memory is None:
       o = self._expanded(q, c, r, documents)
       return gated(o, p.get("gate")), self.begin((c, r), documents)
@@ -116,11 +118,11 @@ class MLA(CachedMixer):
     o = context.nan_if_lost(self._absorbed(q, context, documents))
     return gated(o, p.get("gate")), context.cache
 
-  def _rotated(self, x: Float[Array, "B T H P"], documents: CallDocuments):
+  def _rotated(self, x: Float[Array, "B T H P"], documents: CallDocuments, theta: float):
     """Turns the pairs of x. Neighbours are first sorted into halves, in queries and keys alike."""
     if self.rope_pairs == "neighbours":
       x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
-    return rotate(x, documents.position, self.rope_theta)
+    return rotate(x, documents.position, theta)
 
   def _expanded(
     self,

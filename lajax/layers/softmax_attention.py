@@ -90,6 +90,7 @@ class SoftmaxAttention(CachedMixer):
     check_rotary(rope_theta, self.rope_dim)
     check_number("norm_eps", norm_eps, 0.0)
     check_flag("qk_norm", qk_norm)
+    check_flag("qk_norm_offset", qk_norm_offset)
     check_flag("qk_norm_whole", qk_norm_whole)
     check_number("key_multiplier", key_multiplier)
     check_flag("output_gate", output_gate)
@@ -112,9 +113,12 @@ class SoftmaxAttention(CachedMixer):
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    options = {"unit_offset": qk_norm_offset}
-    norm = lambda heads: self.rms_norm(heads * K, norm_eps, **options) if qk_norm else None
-    self.q_norm, self.k_norm = norm(H if qk_norm_whole else 1), norm(HK if qk_norm_whole else 1)
+
+    def norm(heads: int) -> GatedRMSNorm | None:
+      width = heads * K if qk_norm_whole else K
+      return self.rms_norm(width, norm_eps, unit_offset=qk_norm_offset) if qk_norm else None
+
+    self.q_norm, self.k_norm = norm(H), norm(HK)
     self.sink = nnx.Param(jnp.zeros(H, self.gate_dtype)) if sink else None
     self.rope_theta = rope_theta
     self.scale = None if scale is None else check_number("scale", scale)

@@ -90,10 +90,11 @@ def read(c: Options) -> ModelConfig:
 def _kinds(c: Options) -> list[str]:
   """Returns the kind of each layer, from a string of letters or a list of words."""
   letters = c.get("hybrid_override_pattern", None)
+  kinds: list[str]
   if letters is not None:
     kinds = [LETTERS[letter] for letter in letters]
   else:
-    kinds = [WORDS.get(word, word) for word in c.get("layers_block_type")]
+    kinds = [WORDS.get(word) or word for word in c.get("layers_block_type")]
   unknown = set(kinds) - set(LETTERS.values())
   if unknown:
     raise ValueError(f"`layers_block_type` has kinds that are not implemented: {sorted(unknown)}.")
