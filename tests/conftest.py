@@ -70,10 +70,14 @@ SHARING = {
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-  """Groups tests for `--dist loadgroup`; a test marked `gpu` says where no GPU is found."""
+  """Groups tests by file for `--dist loadgroup`, unless they name a group of their own.
+
+  A test marked `gpu` says where no GPU is found.
+  """
   has_gpu = jax.default_backend() == "gpu"
   for item in items:
     file = item.path.stem
-    item.add_marker(pytest.mark.xdist_group(SHARING.get(file, file)))
+    if not item.get_closest_marker("xdist_group"):
+      item.add_marker(pytest.mark.xdist_group(SHARING.get(file, file)))
     if item.get_closest_marker("gpu") and not has_gpu:
       item.add_marker(pytest.mark.skip(reason="needs a GPU; this machine has none"))

@@ -13,20 +13,13 @@ import pytest
 import lajax
 
 HERE = pathlib.Path(__file__).parent
-# Beside the repository, where the project's shared files are; a copy in tests/ comes first.
-PLACES = (
-  HERE / "oracle",
-  HERE.parent.parent / "shared" / "oracle",
-  pathlib.Path("/work/shared/oracle"),
-)
-ROOT = next((p for p in PLACES if (p / "models").is_dir()), None)
-needs_oracle = pytest.mark.skipif(
-  ROOT is None, reason="the oracle's models are not on this machine"
-)
+# Four folders and all configs stand in the repository; the others may lie in a folder beside it.
+PLACES = (HERE / "oracle", HERE.parent.parent / "shared" / "oracle")
+CONFIGS = sorted((HERE / "oracle" / "configs").rglob("*.json"))
 
 PIECE = 24  # tokens per call
 PADS = 5  # on the left, in the test of padding
-QUICK = ("qwen3_5_tied", "kimi_linear")  # in the fast part of the suite
+QUICK = ("qwen3_5_tied", "kimi_linear_96")  # in the fast part of the suite
 FOLDERS = (
   "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_multimodal", "kimi_linear", "kimi_linear_96", "nemotron_h_moe",
   "granite_h_dense", "granite_h_moe", "bamba_two", "mamba2", "qwen3_next", "minimax", "recurrent_gemma",
@@ -36,8 +29,21 @@ FOLDERS = (
 WITHOUT_EMBEDDING = ("mamba", "mamba2", "falcon_mamba_two")
 
 
+def folder_of(name: str) -> pathlib.Path | None:
+  return next((f for f in (p / "models" / name for p in PLACES) if f.is_dir()), None)
+
+
 def folders(quick: tuple[str, ...] = QUICK) -> list:
-  return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in FOLDERS]
+  """pytest parameters; the folders in `quick` are fast. One process runs all tests of a folder."""
+
+  def marks(name: str):
+    yield pytest.mark.xdist_group(f"model {name}")
+    if name not in quick:
+      yield pytest.mark.slow
+    if folder_of(name) is None:
+      yield pytest.mark.skip(reason="this checkpoint is not in the repository, nor beside it")
+
+  return [pytest.param(name, marks=tuple(marks(name))) for name in FOLDERS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +54,9 @@ class Oracle:
 
   @property
   def folder(self) -> pathlib.Path:
-    assert ROOT is not None
-    return ROOT / "models" / self.name
+    folder = folder_of(self.name)
+    assert folder is not None
+    return folder
 
   @functools.cached_property
   def io(self) -> dict[str, np.ndarray]:

@@ -111,7 +111,13 @@ def systems() -> list[dict[str, str]]:
   return [dict(zip(head, split(line), strict=True)) for line in lines[2:]]
 
 
-PIECES = ("DoubleGatedConv", "GatedRMSNorm", "LayerState", "Mixer", "ShortConv")  # classes that are no system
+PIECES = (
+  "DoubleGatedConv",
+  "GatedRMSNorm",
+  "LayerState",
+  "Mixer",
+  "ShortConv",
+)  # classes that are no system
 
 
 def test_the_table_of_systems_is_whole():
