@@ -15,6 +15,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import lajax
 import lajax.layers as L
+from lajax.models import families
+from lajax.models.families import own
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDES = ("docs/implementations.md", "docs/equation_to_layer.md", "docs/decode_and_packing.md")
@@ -127,6 +129,14 @@ def test_the_table_of_systems_is_whole():
   assert sorted(names("layer `L.…`")) == sorted(mixers)
   ops = [name for name in lajax.__all__ if is_op(getattr(lajax, name))]
   assert set(names("op `lajax.…`")) == set(ops)
+
+
+def test_the_table_of_models_is_whole():
+  """Every kind of config that can be read stands in it, but for other names of the same kind."""
+  rows = README[README.index("| `model_type` |") :].split("\n\n")[0]
+  named = set(re.findall(r"`(\w+)`", rows)) - {"model_type"}
+  kinds = {kind for family in families.FAMILIES for kind in family.model_types}
+  assert named == {kind for kind in kinds if not kind.endswith("_text")} - {own.MODEL_TYPE}
 
 
 def is_op(function) -> bool:
