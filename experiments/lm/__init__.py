@@ -1,0 +1,1 @@
+"""Parts of `lm.py`: text, reference compressors, model, training, checkpoints, tables and figures."""
