@@ -151,7 +151,7 @@ class CachedMixer(Mixer):
     capacity = cache[0].shape[1]
     bounded = self.window is None or capacity < self.window
     if bounded:
-      _check_room(documents.length, capacity)
+      check_room(documents.length, capacity)
     return _extend(cache, new, documents, bounded)
 
 
@@ -203,7 +203,7 @@ def _write(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
   return tuple(c.at[rows, places].set(x, mode="drop") for c, x in zip(cache, new, strict=True))
 
 
-def _check_room(length: Int[Array, "B"], capacity: int) -> None:
+def check_room(length: Int[Array, "B"], capacity: int) -> None:
   if isinstance(length, Tracer) or not length.size:
     return
   longest = int(length.max())

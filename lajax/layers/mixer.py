@@ -32,7 +32,7 @@ def value_width(head_dim: int, expand_v: float) -> int:
   check_whole("head_dim", head_dim)
   check_number("expand_v", expand_v, above=0)
   width = round(head_dim * expand_v)
-  if width < 1 or width != head_dim * expand_v:
+  if width < 1 or abs(width - head_dim * expand_v) > 1e-9 * width:  # 49 * (1 / 49) < 1
     raise ValueError(
       f"`expand_v` times head_dim = {head_dim} must be a whole number of at least 1; "
       f"got expand_v={expand_v}."
@@ -73,6 +73,7 @@ class Mixer(StatefulLayer):
     conv_on: the projections that pass through one.
     conv_bias, conv_activation: options of the convolutions.
     use_bias: biases on the projections in and out.
+    out_bias: a bias on the projection out; None for `use_bias`.
     impl, chunk_size: of the op; impl also of convolutions and norms.
     dtype: of the projections; None for that of the inputs and parameters together. Gates, norms and
       the recurrence's state are float32 at least.
@@ -97,6 +98,7 @@ class Mixer(StatefulLayer):
     conv_bias: bool = False,
     conv_activation: str | None = "silu",
     use_bias: bool = False,
+    out_bias: bool | None = None,
     impl: str = "auto",
     chunk_size: int | None = None,
     dtype=None,
@@ -108,6 +110,7 @@ class Mixer(StatefulLayer):
     check_positive("chunk_size", chunk_size)
     check_positive("conv_size", conv_size)
     check_flag("use_bias", use_bias)
+    out_bias = check_flag("out_bias", use_bias if out_bias is None else out_bias)
     check_dtype_option("dtype", dtype)
     check_dtype_option("param_dtype", param_dtype, optional=False)
     check_rngs(rngs)
@@ -116,7 +119,7 @@ class Mixer(StatefulLayer):
     self.projections = tuple((name, tuple(shape)) for name, shape in projections.items())
     columns = {name: prod(shape) for name, shape in projections.items()}
     self.in_proj = nnx.Dict({name: linear(d_model, width) for name, width in columns.items()})
-    self.out_proj = linear(inner, d_model)
+    self.out_proj = Linear(inner, d_model, use_bias=out_bias, **common)
     options = {"use_bias": conv_bias, "activation": conv_activation, "impl": impl, **common}
     conv = lambda width: ShortConv(width, conv_size or 1, **options)
     self.convolved = conv_on if conv_size else ()
@@ -160,12 +163,13 @@ class Mixer(StatefulLayer):
     """Dtype of the parameters of gates and norms."""
     return wide_dtype(self.param_dtype)
 
-  def rms_norm(self, width: int, norm_eps: float, activation: str = "swish") -> GatedRMSNorm:
+  def rms_norm(
+    self, width: int, norm_eps: float, activation: str = "swish", *, unit_offset: bool = False
+  ) -> GatedRMSNorm:
     """Returns a norm with this layer's options."""
     check_number("norm_eps", norm_eps, 0.0)
-    return GatedRMSNorm(
-      width, activation, eps=norm_eps, impl=self.impl, param_dtype=self.gate_dtype
-    )
+    options = {"eps": norm_eps, "unit_offset": unit_offset, "impl": self.impl}
+    return GatedRMSNorm(width, activation, param_dtype=self.gate_dtype, **options)
 
   def projected(self, name: str, x: Array) -> Array:
     """Returns one projection [B T *shape] of x."""

@@ -11,7 +11,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lajax._numerics import accumulation_dtype, promoted
-from lajax._shapes import IMPLS, check_dtype_option, check_number, check_option, check_whole
+from lajax._shapes import (
+  IMPLS,
+  check_dtype_option,
+  check_flag,
+  check_number,
+  check_option,
+  check_whole,
+)
 from lajax.ops import gated_rms_norm
 from lajax.ops.norm import GATES
 
@@ -25,6 +32,10 @@ def _in_one_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> A
 
 # Flax's own promotion of inputs and parameters fails under JAX's strict promotion.
 Linear = functools.partial(nnx.Linear, promote_dtype=_in_one_dtype)
+
+
+class Buffer(nnx.Variable):
+  """Numbers of a layer that gradients leave alone: fixed decays, biases of an expert's choice."""
 
 
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
@@ -94,6 +105,7 @@ class GatedRMSNorm(nnx.Module):
     width: size of the last axis.
     activation: "swish" or "sigmoid", of the gate.
     eps: a number of at least 0, inside the root.
+    unit_offset: multiply by 1 + weight instead of weight, as in Gemma; the weight begins at 0.
     impl: of `lajax.ops.gated_rms_norm`.
     param_dtype: of the weight.
 
@@ -110,6 +122,7 @@ class GatedRMSNorm(nnx.Module):
     activation: str = "swish",
     *,
     eps: float = 1e-5,
+    unit_offset: bool = False,
     impl: str = "auto",
     param_dtype=jnp.float32,
   ):
@@ -117,7 +130,8 @@ class GatedRMSNorm(nnx.Module):
     check_option("impl", impl, IMPLS)
     check_option("activation", activation, tuple(GATES))
     check_dtype_option("param_dtype", param_dtype, optional=False)
-    self.weight = nnx.Param(jnp.ones(width, param_dtype))
+    self.unit_offset = check_flag("unit_offset", unit_offset)
+    self.weight = nnx.Param((jnp.zeros if unit_offset else jnp.ones)(width, param_dtype))
     self.activation, self.eps, self.impl = activation, check_number("eps", eps, 0.0), impl
 
   def __call__(
@@ -125,22 +139,30 @@ class GatedRMSNorm(nnx.Module):
   ) -> Float[Array, "... D"]:
     """Normalises x; without a gate this is RMSNorm."""
     options = {"activation": self.activation, "eps": self.eps, "impl": self.impl}
-    return gated_rms_norm(x, widen(self.weight[...]), gate, **options)
+    weight = widen(self.weight[...])
+    return gated_rms_norm(x, 1 + weight if self.unit_offset else weight, gate, **options)
 
 
 # --- positions ------------------------------------------------------------------------------------
 
 
 def rotate(
-  x: Float[Array, "B T H K"], position: Int[Array, "B T"], theta: float = 10_000.0
+  x: Float[Array, "B T H K"],
+  position: Int[Array, "B T"],
+  theta: float = 10_000.0,
+  width: int | None = None,
 ) -> Float[Array, "B T H K"]:
-  """Rotary positions: turns the pair (x_i, x_{i + K/2}) by the angle position * theta^(-2i/K).
+  """Rotary positions: turns the pair (x_i, x_{i + P/2}) by the angle position * theta^(-2i/P).
 
-  Angles are right to the rounding of their sine, at any position of 31 bits.
+  P is `width`, or all K channels; channels from P on stay as they are. Angles are right to the
+  rounding of their sine, at any position of 31 bits.
 
   Paper: J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
   arXiv:2104.09864, equation 34 (the pairs taken half a width apart).
   """
+  if width is not None and width < x.shape[-1]:
+    turned, rest = jnp.split(x, [width], axis=-1)
+    return jnp.concatenate([rotate(turned, position, theta), rest], axis=-1)
   half = x.shape[-1] // 2
   wide = widen(x)
   angle = (2 * pi) * _phase(position[..., None, None], theta, half, wide.dtype)

@@ -29,10 +29,15 @@ class SoftmaxAttention(CachedMixer):
     window: how many of the last tokens, itself included, a token reads; None for all.
     max_length: tokens of a document that the cache holds; a longer first call makes room for all.
     rope_theta: base of rotary positions, counted from each document's start; None for none.
+    rope_dim: how many channels of a head, the first ones, have rotary positions; None for all.
     qk_norm: RMSNorm on the queries and keys of each head.
+    qk_norm_offset: multiply by 1 + weight in these norms, as in Gemma.
     output_gate: multiply the outputs by sigmoid(x W_g).
     sink: one learned logit per head that takes part in the softmax without a value.
     conv_size: width of short convolutions, without activation, on q, k, v; None for none.
+    use_bias: biases on all projections.
+    out_bias: a bias on the output projection; None for `use_bias`.
+    scale: factor of the scores; None for K^(-1/2).
     norm_eps: of qk_norm.
     impl: of `lajax.attention`.
     dtype: of the projections and the cache; None for that of the inputs and parameters together.
@@ -56,10 +61,15 @@ class SoftmaxAttention(CachedMixer):
     window: int | None = None,
     max_length: int = 2048,
     rope_theta: float | None = None,
+    rope_dim: int | None = None,
     qk_norm: bool = False,
+    qk_norm_offset: bool = False,
     output_gate: bool = False,
     sink: bool = False,
     conv_size: int | None = None,
+    use_bias: bool = False,
+    out_bias: bool | None = None,
+    scale: float | None = None,
     norm_eps: float = 1e-5,
     impl: str = "auto",
     dtype=None,
@@ -70,7 +80,8 @@ class SoftmaxAttention(CachedMixer):
     HK = key_heads(H, num_kv_heads)
     self.window = check_positive("window", window)
     self.max_length = check_whole("max_length", max_length)
-    check_rotary(rope_theta, head_dim)
+    self.rope_dim = check_positive("rope_dim", rope_dim, head_dim) or head_dim
+    check_rotary(rope_theta, self.rope_dim)
     check_number("norm_eps", norm_eps, 0.0)
     check_flag("qk_norm", qk_norm)
     check_flag("output_gate", output_gate)
@@ -85,15 +96,18 @@ class SoftmaxAttention(CachedMixer):
       memory=(HK, K),
       conv_size=conv_size,
       conv_activation=None,
+      use_bias=use_bias,
+      out_bias=out_bias,
       impl=impl,
       dtype=dtype,
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    norm = lambda: self.rms_norm(K, norm_eps) if qk_norm else None
+    norm = lambda: self.rms_norm(K, norm_eps, unit_offset=qk_norm_offset) if qk_norm else None
     self.q_norm, self.k_norm = norm(), norm()
     self.sink = nnx.Param(jnp.zeros(H, self.gate_dtype)) if sink else None
     self.rope_theta = rope_theta
+    self.scale = None if scale is None else check_number("scale", scale)
 
   @property
   def cached(self):
@@ -104,12 +118,10 @@ class SoftmaxAttention(CachedMixer):
     if self.q_norm is not None and self.k_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
     if self.rope_theta is not None:
-      q, k = (
-        rotate(q, documents.position, self.rope_theta),
-        rotate(k, documents.position, self.rope_theta),
-      )
+      options = (documents.position, self.rope_theta, self.rope_dim)
+      q, k = rotate(q, *options), rotate(k, *options)
     sink = None if self.sink is None else widen(self.sink[...])
-    options = {"window": self.window, "sink": sink}
+    options = {"window": self.window, "sink": sink, "scale": self.scale}
     if memory is None:
       o = attention(q, k, v, segment_ids=documents.ids, impl=self.impl, **options)
       memory = self.begin((k, v), documents)

@@ -124,7 +124,13 @@ def computation_dtype(layer: StatefulLayer, inputs) -> jnp.dtype:
 def _call(
   layer: StatefulLayer, x: Array, state: LayerState | None, segment_ids
 ) -> tuple[Array, LayerState]:
-  documents = follow(state, (x.shape[0], x.shape[1]), segment_ids)
+  return advance(layer, x, state, follow(state, (x.shape[0], x.shape[1]), segment_ids))
+
+
+def advance(
+  layer: StatefulLayer, x: Array, state: LayerState | None, documents: CallDocuments
+) -> tuple[Array, LayerState]:
+  """Returns y and the state after the tokens x, whose documents are known; checks nothing."""
   dtype = computation_dtype(layer, x.dtype)
   before = [None, None] if state is None else documents.continued([state.memory, state.conv])
   y, *after = layer.advance(documents.blank_padding(x), before[0], before[1], documents)

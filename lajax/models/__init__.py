@@ -1,5 +1,38 @@
-"""Models assembled from the layers."""
+"""Language models assembled from the layers, their configs and checkpoints; models of recall."""
 
+from lajax.layers.parameters import Buffer
+from lajax.models.checkpoints import from_config, load, save, tensors
+from lajax.models.config import (
+  BlockConfig,
+  MixerConfig,
+  MLPConfig,
+  ModelConfig,
+  MoEConfig,
+  NormConfig,
+  ResidualConfig,
+  hybrid_config,
+)
+from lajax.models.language_model import LanguageModel, ModelState
 from lajax.models.recall import GatedShortConv, RecallModel, masked_positions, recall_loss
 
-__all__ = ["GatedShortConv", "RecallModel", "masked_positions", "recall_loss"]
+__all__ = [
+  "BlockConfig",
+  "Buffer",
+  "GatedShortConv",
+  "LanguageModel",
+  "MLPConfig",
+  "MixerConfig",
+  "MoEConfig",
+  "ModelConfig",
+  "ModelState",
+  "NormConfig",
+  "RecallModel",
+  "ResidualConfig",
+  "from_config",
+  "hybrid_config",
+  "load",
+  "masked_positions",
+  "recall_loss",
+  "save",
+  "tensors",
+]

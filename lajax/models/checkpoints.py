@@ -1,0 +1,303 @@
+"""Checkpoints: a folder with config.json and safetensors files, as Hugging Face's hub has them."""
+
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+from jax.sharding import Sharding
+
+from lajax._numerics import promoted
+from lajax._shapes import check_dtype_option
+from lajax.models.config import ModelConfig
+from lajax.models.families import family_of, read_config
+from lajax.models.families.options import Options
+from lajax.models.language_model import LanguageModel
+from lajax.models.tables import Place, Tables, places
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FILE_BYTES = 4 * 2**30  # of a file that `save` writes
+SHOWN = 12  # names in a message
+ChooseSharding = Callable[[str, tuple[int, ...]], Sharding | None]
+
+
+def from_config(
+  config: ModelConfig | Mapping[str, Any] | str | os.PathLike,
+  *,
+  dtype=None,
+  param_dtype=jnp.float32,
+  remat: bool = False,
+  rngs: nnx.Rngs,
+) -> LanguageModel:
+  """Returns a model with initial parameters.
+
+      model = from_config("folder", rngs=nnx.Rngs(0))
+      shapes = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))   # no memory
+
+  Args:
+    config: the dict of a config.json, its path or that of its folder, or a `ModelConfig`.
+    dtype, param_dtype, remat, rngs: of `LanguageModel`.
+
+  Raises:
+    ValueError: an option of the config is not understood or not implemented; its name is said.
+  """
+  if not isinstance(config, ModelConfig):
+    config = read_config(_published(config))
+  return LanguageModel(config, dtype=dtype, param_dtype=param_dtype, remat=remat, rngs=rngs)
+
+
+def load(
+  folder: str | os.PathLike,
+  dtype=None,
+  sharding: Sharding | ChooseSharding | None = None,
+  *,
+  remat: bool = False,
+) -> LanguageModel:
+  """Returns the model of a checkpoint's folder.
+
+  Tensors are read one by one onto the devices, so that the host never holds more than two of them.
+
+  Args:
+    folder: with config.json and model.safetensors, or model.safetensors.index.json and the files
+      that it names; or a repository of the hub, "owner/name", which is downloaded (extra `hub`).
+    dtype: of all parameters; None for those of the tensors.
+    sharding: of all parameters; or a function of a parameter's path ("stacks/0/blocks/1/...") and
+      shape, that returns its sharding or None; None for the default device.
+    remat: of `LanguageModel`.
+
+  Raises:
+    ValueError: config.json has an option that is not understood or not implemented; a tensor is
+      missing, unknown, or has the wrong shape: all are named. FileNotFoundError: a file is missing.
+  """
+  check_dtype_option("dtype", dtype)
+  folder = _local(folder)
+  published = _published(folder)
+  config, tables = read_config(published), _tables(published)
+  files = _Files(folder)
+  options = {"param_dtype": dtype or jnp.float32, "remat": remat}
+  model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0), **options))
+  found = list(places(model, tables))
+  _check_tensors(files, found, tables, config)
+  paths = {id(v): "/".join(map(str, p)) for p, v in nnx.iter_graph(model) if _is_variable(v)}
+  dtypes: dict[int, Any] = {}
+  for place in found:
+    given = [files.dtype(name) for name in place.tensors] if dtype is None else [dtype]
+    for v in place.variables:
+      dtypes[id(v)] = promoted(*given, *([dtypes[id(v)]] if id(v) in dtypes else []))
+  made: dict[int, Any] = {}
+  for place in found:
+    parts = place.row.to_parameters([files.read(name) for name in place.tensors], place.shapes)
+    for v, part in zip(place.variables, parts, strict=True):
+      chosen = sharding(paths[id(v)], v.shape) if callable(sharding) else sharding
+      made[id(v)] = _written(made.get(id(v)), part, place.index, v.shape, dtypes[id(v)], chosen)
+  for _, v in nnx.iter_graph(model):
+    if _is_variable(v):
+      v.set_value(made[id(v)])
+  model.param_dtype = jnp.dtype(model.embedding.dtype)
+  return model
+
+
+def save(model: LanguageModel, folder: str | os.PathLike) -> None:
+  """Writes config.json and the tensors of a model, bitwise as `load` read them.
+
+  Args:
+    model: a model of `from_config` or `load`.
+    folder: is made if it is missing. Tensors of more than 4 GiB go to several files and an index.
+
+  Raises:
+    ValueError: the config of the model was not read from a config.json.
+  """
+  if not isinstance(model, LanguageModel):
+    raise ValueError(f"`model` must be a LanguageModel; got {type(model).__name__}.")
+  published = _published_of(model)
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n")
+  found = list(places(model, _tables(published)))
+  groups = list(_groups(found))
+  if len(groups) == 1:
+    _write(folder / SINGLE, groups[0])
+    return
+  weight_map = {}
+  for n, group in enumerate(groups):
+    name = f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors"
+    _write(folder / name, group)
+    weight_map |= {tensor: name for place in group for tensor in place.tensors}
+  size = sum(_bytes(place) for place in found)
+  index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+  (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def tensors(model: LanguageModel) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the tensors of the model's checkpoint by name; of an abstract model too."""
+  return {
+    name: jax.ShapeDtypeStruct(place.tensor_shape, place.variables[0].dtype)
+    for place in places(model, _tables(_published_of(model)))
+    for name in place.tensors
+  }
+
+
+# --- configs and folders --------------------------------------------------------------------------
+
+
+def _published(config: Any) -> dict[str, Any]:
+  """Returns the dict of a config.json."""
+  if isinstance(config, Mapping):
+    return dict(config)
+  if not isinstance(config, str | os.PathLike):
+    raise ValueError(
+      "`config` must be the dict of a config.json, a path, or a ModelConfig; "
+      f"got {type(config).__name__}."
+    )
+  path = pathlib.Path(config)
+  path = path / "config.json" if path.is_dir() else path
+  if not path.is_file():
+    raise FileNotFoundError(f"there is no config.json at {path}")
+  return json.loads(path.read_text())
+
+
+def _published_of(model: LanguageModel) -> dict[str, Any]:
+  if model.config.published is None:
+    raise ValueError(
+      "`model` must have a config that was read from a config.json; got one without."
+    )
+  return json.loads(model.config.published)
+
+
+def _tables(published: Mapping[str, Any]) -> Tables:
+  return family_of(published).tables(Options(published))
+
+
+def _local(folder: str | os.PathLike) -> pathlib.Path:
+  """Returns a folder on this machine: that of a path, or of a repository of the hub."""
+  path = pathlib.Path(folder)
+  if path.is_dir():
+    return path
+  name = os.fspath(folder)
+  if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    raise FileNotFoundError(f"there is no folder {name}")
+  try:
+    import huggingface_hub  # pyright: ignore[reportMissingImports]
+  except ImportError:
+    raise FileNotFoundError(
+      f"there is no folder {name}. To download the repository {name} of the hub, install "
+      "huggingface_hub: pip install 'lajax[hub]'."
+    ) from None
+  patterns = ["*.json", "*.safetensors", "*.jinja"]
+  return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class _Files:
+  """The tensors of a folder's safetensors files, by name."""
+
+  def __init__(self, folder: pathlib.Path):
+    if (folder / INDEX).is_file():
+      names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    else:
+      names = [SINGLE]
+    self.handles: dict[str, Any] = {}
+    for name in names:
+      if not (folder / name).is_file():
+        raise FileNotFoundError(f"the checkpoint {folder} has no file {name}")
+      handle = safetensors.safe_open(folder / name, "np")
+      self.handles |= dict.fromkeys(handle.keys(), handle)
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    return tuple(self.handles[name].get_slice(name).get_shape())
+
+  def dtype(self, name: str) -> np.dtype:
+    return jnp.dtype(DTYPES[self.handles[name].get_slice(name).get_dtype()])
+
+  def read(self, name: str) -> np.ndarray:
+    return self.handles[name].get_tensor(name)
+
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _check_tensors(files: _Files, found: list[Place], tables: Tables, config: ModelConfig) -> None:
+  """ValueError that names the tensors which are missing, unknown or misshapen."""
+  wanted = {name: place.tensor_shape for place in found for name in place.tensors}
+  ignored = tables.ignored + (("lm_head.",) if config.tied_head else ())
+  there = {name for name in files.handles if not name.startswith(ignored)}
+  problems = {
+    "missing": sorted(wanted.keys() - there),
+    "unknown": sorted(there - wanted.keys()),
+    "misshapen": [
+      f"{name} (must be {wanted[name]}; got {files.shape(name)})"
+      for name in sorted(wanted.keys() & there)
+      if files.shape(name) != wanted[name]
+    ],
+  }
+  lines = [
+    f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{', ..' if len(names) > SHOWN else ''}"
+    for kind, names in problems.items()
+    if names
+  ]
+  if lines:
+    raise ValueError(
+      "the checkpoint does not have the tensors of its config.json. " + "; ".join(lines)
+    )
+
+
+def _written(array, part: np.ndarray, index: tuple[int, ...], shape, dtype, sharding):
+  """Returns a parameter on its devices, with one layer's (and expert's) part written in place."""
+  if all(n == 1 for n in shape[: len(index)]):
+    return jax.device_put(np.asarray(part.reshape(shape)).astype(dtype), sharding)
+  if array is None:
+    array = jnp.zeros(shape, dtype, device=sharding)
+  options = {} if sharding is None else {"out_shardings": sharding}
+  return _writer(**options)(array, part, np.asarray(index, np.int32))
+
+
+@functools.cache
+def _writer(**options):
+  def write(array, part, index):
+    starts = [*index, *(np.int32(0) for _ in part.shape)]
+    piece = part.astype(array.dtype).reshape((1,) * index.shape[0] + part.shape)
+    return jax.lax.dynamic_update_slice(array, piece, starts)
+
+  return jax.jit(write, donate_argnums=0, **options)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def _groups(found: list[Place]) -> Iterator[list[Place]]:
+  """Yields the places of each file."""
+  group, size = [], 0
+  for place in found:
+    if group and size + _bytes(place) > FILE_BYTES:
+      yield group
+      group, size = [], 0
+    group.append(place)
+    size += _bytes(place)
+  yield group
+
+
+def _bytes(place: Place) -> int:
+  return sum(int(np.prod(shape)) * place.variables[0].dtype.itemsize for shape in place.shapes)
+
+
+def _write(path: pathlib.Path, group: list[Place]) -> None:
+  arrays = {}
+  for place in group:
+    parameters = [np.asarray(v[...][place.index]) for v in place.variables]
+    for name, x in zip(place.tensors, place.row.to_tensors(parameters), strict=True):
+      arrays[name] = np.ascontiguousarray(x)
+  safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
+
+
+def _is_variable(x: Any) -> bool:
+  return isinstance(x, nnx.Variable)

@@ -1,0 +1,154 @@
+"""Qwen 3.5, 3.6 and 3.8, dense and mixture of experts: Gated DeltaNet and gated attention, 3:1.
+
+The text model alone: tensors of the vision tower and of multi-token prediction are left out.
+"""
+
+import lajax.layers as L
+from lajax.models.config import (
+  BlockConfig,
+  MixerConfig,
+  MLPConfig,
+  ModelConfig,
+  MoEConfig,
+  NormConfig,
+)
+from lajax.models.families.options import Family, Options, layer_kinds, rope
+from lajax.models.mlp import MLP
+from lajax.models.moe import MixtureOfExperts
+from lajax.models.tables import Tables, conv, experts, head, linear, same, swiglu
+
+NO_EFFECT = frozenset(
+  """
+  image_token_id video_token_id vision_start_token_id vision_end_token_id vision_config
+  language_model_only mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype
+  """.split()
+)
+
+
+def _text(c: Options) -> Options:
+  """Returns the options of the text model."""
+  return c.inside("text_config") or c
+
+
+def read(c: Options) -> ModelConfig:
+  outer, c = c, _text(c)
+  tied = c.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))
+  c.one_of("hidden_act", ["silu"], "silu")
+  c.one_of("attention_dropout", [0.0], 0.0)
+  c.one_of("attn_output_gate", [True], True)
+  norm = NormConfig(c.get("rms_norm_eps", 1e-6), unit_offset=True)
+  heads, K = c.get("linear_num_key_heads"), c.get("linear_key_head_dim")
+  delta = MixerConfig(
+    L.GatedDeltaNet,
+    {
+      "num_heads": heads,
+      "num_v_heads": c.get("linear_num_value_heads"),
+      "head_dim": K,
+      "expand_v": c.get("linear_value_head_dim") / K,
+      "conv_size": c.get("linear_conv_kernel_dim", 4),
+      "norm_eps": norm.eps,
+    },
+  )
+  theta, fraction = rope(c, 10_000_000.0, 0.25)
+  attention = MixerConfig(
+    L.SoftmaxAttention,
+    {
+      "num_heads": c.get("num_attention_heads"),
+      "num_kv_heads": c.get("num_key_value_heads"),
+      "head_dim": c.get("head_dim"),
+      "rope_theta": theta,
+      "rope_dim": int(c.get("head_dim") * fraction),
+      "qk_norm": True,
+      "qk_norm_offset": True,
+      "output_gate": True,
+      "use_bias": c.get("attention_bias", False),
+      "norm_eps": norm.eps,
+    },
+  )
+  every = c.get("full_attention_interval", 4)
+  kinds = layer_kinds(
+    c,
+    {"linear_attention": "linear", "full_attention": "full"},
+    lambda n: "full" if (n + 1) % every == 0 else "linear",
+  )
+  mixers = {"linear": delta, "full": attention}
+  mlp = _mlp(c)
+  return ModelConfig(
+    c.get("vocab_size"),
+    c.get("hidden_size"),
+    tuple(BlockConfig((mixers[kind],), mlp, norm) for kind in kinds),
+    norm,
+    tied_head=tied,
+  )
+
+
+def _mlp(c: Options) -> MLPConfig | MoEConfig:
+  if "num_experts" not in c.given:
+    return MLPConfig(c.get("intermediate_size"))
+  c.one_of("mlp_only_layers", [[]], [])
+  c.one_of("decoder_sparse_step", [1], 1)
+  return MoEConfig(
+    c.get("moe_intermediate_size"),
+    c.get("num_experts"),
+    c.get("num_experts_per_tok"),
+    normalize=c.get("norm_topk_prob", True),
+    shared=MLPConfig(c.get("shared_expert_intermediate_size")),
+    shared_gate=True,
+  )
+
+
+def tables(c: Options) -> Tables:
+  prefix = "model." if _text(c) is c else "model.language_model."
+  return Tables(
+    model=[
+      *same(f"{prefix}embed_tokens.weight", "embedding"),
+      *same(f"{prefix}norm.weight", "norm.weight"),
+      *head("lm_head.weight"),
+    ],
+    block=[
+      *same("input_layernorm.weight", "mixer_norm.weight"),
+      *same("post_attention_layernorm.weight", "mlp_norm.weight"),
+    ],
+    parts={
+      L.GatedDeltaNet: [
+        *linear("linear_attn.in_proj_qkv", "in_proj.q", "in_proj.k", "in_proj.v"),
+        *linear("linear_attn.in_proj_z", "in_proj.gate"),
+        *linear("linear_attn.in_proj_b", "in_proj.beta"),
+        *linear("linear_attn.in_proj_a", "in_proj.a"),
+        *conv("linear_attn.conv1d", "conv.q", "conv.k", "conv.v"),
+        *same("linear_attn.A_log", "A_log"),
+        *same("linear_attn.dt_bias", "dt_bias"),
+        *same("linear_attn.norm.weight", "norm.weight"),
+        *linear("linear_attn.out_proj", "out_proj"),
+      ],
+      L.SoftmaxAttention: [
+        *linear(
+          "self_attn.q_proj",
+          "in_proj.q",
+          "in_proj.gate",
+          groups=_text(c).get("num_attention_heads"),
+        ),
+        *linear("self_attn.k_proj", "in_proj.k"),
+        *linear("self_attn.v_proj", "in_proj.v"),
+        *same("self_attn.q_norm.weight", "q_norm.weight"),
+        *same("self_attn.k_norm.weight", "k_norm.weight"),
+        *linear("self_attn.o_proj", "out_proj"),
+      ],
+      MLP: swiglu("mlp."),
+      MixtureOfExperts: [
+        *linear("mlp.gate", "router"),
+        *experts("mlp.experts.{expert}.gate_proj.weight", "gate"),
+        *experts("mlp.experts.{expert}.up_proj.weight", "up"),
+        *experts("mlp.experts.{expert}.down_proj.weight", "down"),
+        *swiglu("mlp.shared_expert.", "shared."),
+        *linear("mlp.shared_expert_gate", "shared_gate"),
+      ],
+    },
+    prefix=prefix + "layers.{layer}.",
+    ignored=("model.visual.", "visual.", "mtp."),
+  )
+
+
+FAMILIES = (
+  Family(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), read, tables, NO_EFFECT),
+)
