@@ -1,1 +1,1 @@
-"""Parts of `lm.py`: text, reference compressors, model, training, checkpoints, tables and figures."""
+"""Parts of `lm.py`: text, references, model, training, checkpoints, table and figure."""

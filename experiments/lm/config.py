@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import cli
-from lm.model import MIXERS, parameters_of
+import jax
+from flax import nnx
+from lm.checkpoints import parameters_in
+from lm.model import MIXERS, build, parameters_of
 from lm.run import HYBRID, Run
 
 PROG = "lm.py"
@@ -47,10 +50,14 @@ def plan(config: Config) -> list[Run]:
   """Returns the runs of a configuration. Raises a ValueError for flags that are wrong."""
   check(config)
   run = Run(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Run)})
+  if run.init is not None:
+    parameters_in(run.init, jax.eval_shape(lambda: nnx.state(build(run, nnx.Rngs(0)), nnx.Param)))
   wanted = parameters_of(run)  # traces the model, so that the layers check their own arguments now
   if not config.compare:
     return [run]
-  return [with_parameters(dataclasses.replace(run, pattern=pattern), wanted) for pattern in COMPARED]
+  return [
+    with_parameters(dataclasses.replace(run, pattern=pattern), wanted) for pattern in COMPARED
+  ]
 
 
 def with_parameters(run: Run, wanted: int) -> Run:

@@ -1,21 +1,17 @@
 """The optimizer of a run: optax's AdamW, and Muon for the matrices of the layers."""
 
-from collections.abc import Sequence
-
 import jax
 import optax
 from lm.run import Run
 from optax.contrib import MuonDimensionNumbers
 
-MATRICES = ("kernel",)  # of projections and MLPs; not embeddings, head, convolutions, gates, norms
+SMALLEST = 8  # rows and columns of a matrix that Muon takes; that of beta has one column per head
 
 
-def optimizer_of(run: Run, learning_rate: optax.Schedule | float = 1.0) -> optax.GradientTransformation:
+def optimizer_of(run: Run) -> optax.GradientTransformation:
   """Returns the optimizer. Its updates still have to be multiplied by the schedule, 0 to 1."""
   if run.optimizer == "adam":
-    update = optax.adamw(
-      run.learning_rate, b2=0.99, weight_decay=run.weight_decay, mask=is_matrix
-    )
+    update = optax.adamw(run.learning_rate, b2=0.99, weight_decay=run.weight_decay, mask=is_matrix)
   else:
     update = optax.contrib.muon(
       run.muon_learning_rate,
@@ -31,9 +27,15 @@ def optimizer_of(run: Run, learning_rate: optax.Schedule | float = 1.0) -> optax
 
 
 def is_matrix(parameters):
-  """Returns for each parameter whether it is a matrix of a layer, with its inputs before outputs."""
+  """Returns for each parameter whether it is a matrix of a layer: [.. inputs outputs].
+
+  Those of projections and MLPs are; embeddings, head, convolutions, gates and norms are not.
+  """
+  of_layer = lambda path: (
+    "kernel" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+  )
   return jax.tree_util.tree_map_with_path(
-    lambda path, x: _names(path)[-1] == "kernel" and min(x.shape[-2:]) > 8, parameters
+    lambda path, x: of_layer(path) and min(x.shape[-2:]) >= SMALLEST, parameters
   )
 
 
@@ -44,7 +46,3 @@ def muon_axes(parameters):
   """
   axes = lambda x, chosen: MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if chosen else None
   return jax.tree.map(axes, parameters, is_matrix(parameters))
-
-
-def _names(path: Sequence) -> list[str]:
-  return [str(getattr(key, "key", getattr(key, "name", key))) for key in path]

@@ -1,6 +1,7 @@
 """Table and figure of the language models, made from the lines of results alone."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -52,14 +53,22 @@ def bits_over_time(lines: Sequence[dict]) -> Figure:
     minutes = lambda points: [point[1] / 60 for point in points]
     value = lambda points: [point[2] for point in points]
     training, held_out = line["training_curve"], line["curve"]
-    style = dict(color=f"C{n}", label=f"{label(line)}: {line['bits_per_byte']:.3f}")
+    style: dict[str, Any] = dict(color=f"C{n}", label=f"{label(line)}: {line['bits_per_byte']:.3f}")
     axis.plot(minutes(training), value(training), color=f"C{n}", alpha=0.25, linewidth=0.8)
     end = [[line["steps"], line["seconds"], line["bits_per_byte"]]]
     axis.plot(minutes(held_out + end), value(held_out + end), "o-", markersize=4, **style)
   for n, (name, bits) in enumerate(lines[0]["references"].items()):
     axis.axhline(bits, color="0.4", linestyle=(":", "--", "-.")[n % 3], linewidth=1)
-    axis.annotate(f"{name} {bits:.2f}", (1, bits), (-4, 2), ("axes fraction", "data"),
-                  "offset points", ha="right", fontsize=8, color="0.3")
+    axis.annotate(
+      f"{name} {bits:.2f}",
+      (1, bits),
+      (-4, 2),
+      ("axes fraction", "data"),
+      "offset points",
+      ha="right",
+      fontsize=8,
+      color="0.3",
+    )
   lowest = min(*(line["bits_per_byte"] for line in lines), *lines[0]["references"].values())
   axis.set(xlabel="minutes", ylabel="bits per byte", ylim=(lowest - 0.1, 4))
   axis.set_title("Held-out files (points) and training (faint)", fontsize=10)

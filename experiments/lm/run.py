@@ -48,17 +48,17 @@ class Run:
   """Lengths of n-grams, in bytes, that have hashed embeddings; --ngrams without a value: none."""
   ngram_rows: int = 16384
   """Rows of each table of n-gram embeddings; a power of two."""
-  batch: int = 4
+  batch: int = 8
   """Rows per step."""
-  length: int = 512
+  length: int = 256
   """Tokens per row."""
   accumulate: int = 1
   """Steps whose gradients are averaged for one update of the parameters."""
   optimizer: Literal["muon", "adam"] = "muon"
   """muon: Muon for the matrices of the layers, AdamW for the others; adam: AdamW for all."""
-  learning_rate: float = 0.004
+  learning_rate: float = 0.008
   """Peak learning rate of AdamW."""
-  muon_learning_rate: float = 0.02
+  muon_learning_rate: float = 0.04
   """Peak learning rate of Muon."""
   weight_decay: float = 0.0
   """Weight decay of the matrices of the layers."""
@@ -72,7 +72,7 @@ class Run:
   """Seed of the parameters and of the order of the text."""
   eval_rows: int = 32
   """Rows of the held-out files that are scored during training; all of them are in the end."""
-  eval_length: int = 2048
+  eval_length: int = 1024
   """Tokens per row of the held-out files. A file is cut where a row ends."""
 
   @property
@@ -88,14 +88,16 @@ class Run:
     return "-".join((*self.pattern, hashlib.sha256(text.encode()).hexdigest()[:8]))
 
   def as_json(self) -> dict:
-    """Returns the fields as JSON gives them back: lists instead of tuples, text instead of paths."""
+    """Returns the fields as JSON gives them back: tuples as lists, paths as text."""
     names = [field.name for field in dataclasses.fields(Run)]
     return json.loads(json.dumps({name: getattr(self, name) for name in names}, default=str))
 
 
 def line_of(run: Run, metrics: dict) -> dict:
   """Returns the line of results of a run."""
-  return {"task": "lm", "name": run.name} | metrics | {"config": run.as_json(), "versions": versions()}
+  return (
+    {"task": "lm", "name": run.name} | metrics | {"config": run.as_json(), "versions": versions()}
+  )
 
 
 def of_runs(lines: Iterable[dict], runs: Iterable[Run]) -> list[dict]:
@@ -114,5 +116,7 @@ def is_result(line: dict) -> bool:
     and isinstance(others, dict)
     and has_numbers(others, others)
     and isinstance(curve, list)
-    and all(isinstance(point, list) and has_numbers(dict(enumerate(point)), range(3)) for point in curve)
+    and all(
+      isinstance(point, list) and has_numbers(dict(enumerate(point)), range(3)) for point in curve
+    )
   )
