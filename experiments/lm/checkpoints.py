@@ -33,10 +33,11 @@ class Checkpoints:
 
   def restore(self, like: Any) -> tuple[Any, dict]:
     """Returns the arrays and numbers of the latest checkpoint; `like` has the arrays' shapes."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), by_path(like))
+    wanted = by_path(like)
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in wanted.items()}
     parts = dict(arrays=ocp.args.StandardRestore(shapes), numbers=ocp.args.JsonRestore())
     found = self.manager.restore(self.step, args=ocp.args.Composite(**parts))
-    arrays = [found["arrays"][name] for name in shapes]
+    arrays = [found["arrays"][name] for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(like), arrays), found["numbers"]
 
   def close(self) -> None:

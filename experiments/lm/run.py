@@ -70,7 +70,7 @@ class Run:
   """Compute in bfloat16; parameters, norms, gates and states stay in float32."""
   seed: int = 0
   """Seed of the parameters and of the order of the text."""
-  eval_rows: int = 32
+  eval_rows: int = 48
   """Rows of the held-out files that are scored during training; all of them are in the end."""
   eval_length: int = 1024
   """Tokens per row of the held-out files. A file is cut where a row ends."""
