@@ -62,9 +62,9 @@ def plan(config: Config) -> list[Run]:
 
 def with_parameters(run: Run, wanted: int) -> Run:
   """Returns the run with the width of the MLPs that brings its parameters closest to `wanted`."""
-  width = lambda n: dataclasses.replace(run, mlp_width=n)
-  base, per_channel = parameters_of(width(1)), parameters_of(width(2)) - parameters_of(width(1))
-  return width(max(1, 1 + round((wanted - base) / per_channel)))
+  per_channel = 3 * run.d_model * len(run.mixers)  # gate, up and down projection of each SwiGLU
+  more = round((wanted - parameters_of(run)) / per_channel)
+  return dataclasses.replace(run, mlp_width=max(1, run.mlp_width + more))
 
 
 def check(config: Config) -> None:
