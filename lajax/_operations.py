@@ -44,6 +44,9 @@ def _operations_of(eqn) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     left = eqn.invars[0].aval.shape
     return 2 * eqn.outvars[0].aval.size * math.prod(left[axis] for axis in contracted)
+  if name == "ragged_dot_general":  # each row is multiplied by the matrix of its group alone
+    rows, width = eqn.invars[0].aval.shape
+    return 2 * rows * width * eqn.invars[1].aval.shape[-1]
   if name in ARITHMETIC:
     return eqn.outvars[0].aval.size
   return inside + (eqn.invars[0].aval.size if name in SUMS else 0)

@@ -397,6 +397,23 @@ def check_number(
   return number
 
 
+def check_numbers(name: str, values, letters: Sequence[str]) -> tuple[float, ...] | None:
+  """Returns optional numbers, one per letter, as floats (inf among them); ValueError else."""
+  if values is None:
+    return None
+  is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and x == x
+  if (
+    not isinstance(values, tuple | list)
+    or len(values) != len(letters)
+    or not all(map(is_number, values))
+  ):
+    raise ValueError(
+      f"`{name}` must be {len(letters)} numbers ({', '.join(letters)}), or None; "
+      f"got {_shown(values)}."
+    )
+  return tuple(float(x) for x in values)
+
+
 def check_not_negative(name: str, value) -> float:
   """Returns a finite number of at least 0; ValueError for anything else."""
   return check_number(name, value, 0.0)

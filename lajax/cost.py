@@ -84,8 +84,8 @@ def cost(
       bytes = state + conv + cache(length) ;  operations per token: decode(length), prefill(length)
 
   Args:
-    layers: a layer, or a sequence of layers. A layer that occurs n times counts n times, and is
-      traced once.
+    layers: a layer, a language model, or a sequence of them. A layer that occurs n times counts n
+      times, and is traced once.
     length: T, tokens of context, at least 1. Caches are made for T tokens.
     batch: B, the number of rows of the state, at least 1. Operations are those of one row.
     prefill: also count the operations of a first call; if False, `prefill` of the result is 0.
@@ -133,9 +133,13 @@ def memory(layer: nnx.Module, length: int, *, batch: int = 1) -> Cost:
   The two counters per row of a state are left out.
   """
   _check_layer(layer)
-  state = _shape_of_state(layer, check_whole("length", length), check_whole("batch", batch))
-  memory, conv = _size(state.memory), _size(state.conv)
-  return Cost(conv=conv, cache=memory) if keeps_tokens(layer) else Cost(conv=conv, state=memory)
+  length, batch = check_whole("length", length), check_whole("batch", batch)
+  if _is_model(layer):
+    parts = [(memory(mixer, length, batch=batch), n) for mixer, n in layer.mixer_layers()]
+    return sum((part for part, n in parts for _ in range(n)), Cost())
+  state = _shape_of_state(layer, length, batch)
+  memory_, conv = _size(state.memory), _size(state.conv)
+  return Cost(conv=conv, cache=memory_) if keeps_tokens(layer) else Cost(conv=conv, state=memory_)
 
 
 def keeps_tokens(layer: nnx.Module) -> bool:
@@ -168,6 +172,11 @@ def prefill_operations(layer: nnx.Module, length: int) -> float:
   """
   _check_layer(layer)
   length = check_whole("length", length)
+  if _is_model(layer):
+    mixers = layer.mixer_layers()
+    inside = sum(n * decode_operations(mixer, 1) for mixer, n in mixers)
+    outside = decode_operations(layer, 1) - inside  # MLPs, norms and head work per token
+    return outside + sum(n * prefill_operations(mixer, length) for mixer, n in mixers)
   graph, params = nnx.split(layer)
   call = lambda p, x: nnx.merge(graph, p)(x)
   total = lambda n: operations(jax.make_jaxpr(call)(params, _tokens(layer, n * STEP)).jaxpr)
@@ -202,7 +211,14 @@ def _shape_of_state(layer, length: int, batch: int):
   return jax.eval_shape(lambda: layer.init_state(batch, **options))
 
 
+def _is_model(layer) -> bool:
+  """Says whether a module is a language model, whose mixers are counted one by one."""
+  return hasattr(layer, "mixer_layers")
+
+
 def _tokens(layer, length: int):
+  if _is_model(layer):
+    return jax.ShapeDtypeStruct((1, length), jnp.int32)
   width = getattr(layer, "d_model", None) or layer.channels
   dtype = getattr(layer, "dtype", None) or getattr(layer, "param_dtype", jnp.float32)
   return jax.ShapeDtypeStruct((1, length, width), dtype)

@@ -38,6 +38,8 @@ WRONG_BY_NAME = {
   "expand_v": (*WRONG_NUMBERS, 0.0, -1.0, 1.1),
   "lower_bound": ("1", math.nan, math.inf),
   "feature_map": ("elu", 3, None),
+  "dt_limits": (1.0, (1.0,), ("a", 2.0), "ab", (math.nan, 1.0)),
+  "multipliers": (1.0, (1.0,), (True,) * 5, "zuBCd"),
   "layer_index": (-1, 7, 1.5, "0", None),
 }
 

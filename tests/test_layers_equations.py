@@ -31,6 +31,9 @@ def parts(layer, x, heads):
   out = {}
   for name, *shape in heads:
     z = x @ np.asarray(layer.in_proj[name].kernel)
+    if layer.in_proj[name].bias is not None:
+      z = z + np.asarray(layer.in_proj[name].bias)
+    z = z * dict(layer.multipliers).get(name, 1.0)
     out[name] = (conv(layer.conv[name], z) if name in (layer.conv or ()) else z).reshape(T, *shape)
   assert set(out) == {name for name, _ in layer.projections}
   return out
@@ -77,7 +80,8 @@ def recur(q, k, v, decay=None, beta=None, scale=None):
 
 def softmax_attention(layer, x):
   p = parts(layer, x, [("q", 4, 8), ("k", 2, 8), ("v", 2, 8), ("gate", 4, 8)])
-  q, k = rms(p["q"], np.asarray(layer.q_norm.weight)), rms(p["k"], np.asarray(layer.k_norm.weight))
+  q = rms(p["q"], 1 + np.asarray(layer.q_norm.weight))
+  k = rms(p["k"], 1 + np.asarray(layer.k_norm.weight))
   q, k, o = turned(q, 100.0), turned(k, 100.0), np.zeros_like(p["q"])
   for t in range(T):
     for h in range(4):
@@ -88,11 +92,14 @@ def softmax_attention(layer, x):
 
 def windowed_attention(layer, x):
   p = parts(layer, x, [("q", 2, 8), ("k", 1, 8), ("v", 1, 8)])
-  q, k, o = turned(p["q"], 100.0), turned(p["k"], 100.0), np.zeros_like(p["q"])
+  whole = lambda x, norm: rms(x.reshape(T, -1), np.asarray(norm.weight)).reshape(x.shape)
+  first = lambda x: np.concatenate([turned(x[..., :4], 100.0), x[..., 4:]], axis=-1)
+  q, k = first(whole(p["q"], layer.q_norm)), first(whole(p["k"], layer.k_norm))
+  o = np.zeros_like(q)
   for t in range(T):
     seen = range(max(0, t - 4), t + 1)  # window 5
     for h in range(2):
-      e = np.exp([q[t, h] @ k[j, 0] / np.sqrt(8) for j in seen])
+      e = np.exp([0.3 * q[t, h] @ k[j, 0] for j in seen])
       o[t, h] = e @ p["v"][list(seen), 0] / e.sum()
   return o
 
@@ -169,7 +176,7 @@ def recur_normalized(q, k, v, eps=0.0):
 
 def lightning(layer, x):
   p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 16), ("gate", 32)])
-  slopes = np.array([2.0**-4, 2.0**-8]) * (1 - 1 / (4 - 1 + 1e-5) + 1e-5)
+  slopes = np.asarray(layer.slopes)  # the test gives them values of its own, as to all arrays
   o = recur(silu(p["q"]), silu(p["k"]), silu(p["v"]), np.broadcast_to(np.exp(-slopes), (T, 2)))
   return rms(o.reshape(T, -1), np.asarray(layer.norm.weight)) * sigmoid(p["gate"])
 
@@ -206,11 +213,15 @@ def gla(layer, x):
 def mamba2(H, N, G):
   def f(layer, x):
     p = parts(layer, x, [("u", H, 8), ("B", G, N), ("C", G, N), ("z", H, 8), ("dt", H)])
-    dt = softplus(p["dt"] + np.asarray(layer.dt_bias))
+    dt = np.clip(softplus(p["dt"] + np.asarray(layer.dt_bias)), *(layer.dt_limits or (0, np.inf)))
     o = recur(
       p["C"], p["B"], dt[..., None] * p["u"], np.exp(-np.exp(np.asarray(layer.A_log)) * dt), scale=1
     )
     y = (o + np.asarray(layer.D)[:, None] * p["u"]) * silu(p["z"])
+    if layer.norm_groups is not None:
+      return rms(y.reshape(T, layer.norm_groups, -1), 1).reshape(T, -1) * np.asarray(
+        layer.norm.weight
+      )
     return rms(y.reshape(T, G, -1), np.asarray(layer.norm.weight))
 
   return f
@@ -234,14 +245,17 @@ def gated_deltanet(layer, x):
 
 def kda(HV, R, bounded):
   def f(layer, x):
-    p = parts(
-      layer, x, [("q", 2, 8), ("k", 2, 8), ("v", HV, 8), ("beta", HV), ("f", R), ("gate", R)]
-    )
+    f, gate = (("f", R), ("gate", R)) if R else (("f", HV, 8), ("gate", HV, 8))
+    p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", HV, 8), ("beta", HV), f, gate])
     A = np.exp(np.asarray(layer.A_log))[:, None]
-    f = (p["f"] @ np.asarray(layer.decay_proj.kernel)).reshape(T, HV, 8) + np.asarray(layer.dt_bias)
+    f = p["f"] @ np.asarray(layer.decay_proj.kernel) if R else p["f"]
+    f = f.reshape(T, HV, 8) + np.asarray(layer.dt_bias)
     decay = np.exp(-5 * sigmoid(A * f)) if bounded else np.exp(-A * softplus(f))
     o = recur(l2(p["q"]), l2(p["k"]), p["v"], decay, sigmoid(p["beta"]))
-    gate = p["gate"] @ np.asarray(layer.gate_proj.kernel) + np.asarray(layer.gate_proj.bias)
+    if R:
+      gate = p["gate"] @ np.asarray(layer.gate_proj.kernel) + np.asarray(layer.gate_proj.bias)
+    else:
+      gate = p["gate"] + np.asarray(layer.gate_bias)
     return rms(o, np.asarray(layer.norm.weight)) * sigmoid(gate).reshape(o.shape)
 
   return f
@@ -294,17 +308,25 @@ def forgetting_attention(layer, x):
 
 
 def mla(layer, x):
-  p = parts(layer, x, [("q", 2, 10), ("c", 5), ("r", 1, 4)])
+  p = parts(layer, x, [("q", 2, 10), ("c", 5), ("r", 1, 4), ("gate", 2, 1)])
+  halves = lambda x: np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)  # pairs of neighbours
   c = p["c"] / np.sqrt((p["c"] ** 2).mean(-1, keepdims=True) + 1e-6) * np.asarray(layer.norm.weight)
   up = (c @ np.asarray(layer.up_proj.kernel)).reshape(T, 2, 13)
-  q = np.concatenate([p["q"][..., :6], turned(p["q"][..., 6:], 100.0)], axis=-1)
-  k = np.concatenate([up[..., :6], turned(p["r"], 100.0).repeat(2, axis=1)], axis=-1)
+  q = np.concatenate([p["q"][..., :6], turned(halves(p["q"][..., 6:]), 100.0)], axis=-1)
+  k = np.concatenate([up[..., :6], turned(halves(p["r"]), 100.0).repeat(2, axis=1)], axis=-1)
   o = np.zeros((T, 2, 7))
   for t in range(T):
     for h in range(2):
       e = np.exp([q[t, h] @ k[j, h] / np.sqrt(10) for j in range(t + 1)])
       o[t, h] = e @ up[: t + 1, h, 6:] / e.sum()
-  return o
+  return o * sigmoid(p["gate"])
+
+
+def double_gated_conv(layer, x):
+  b, c, u = (
+    x @ np.asarray(layer.in_proj[n].kernel) + np.asarray(layer.in_proj[n].bias) for n in "bcu"
+  )
+  return c * conv(layer.conv["u"], b * u)
 
 
 def shifted(layer, x, change, name, m=None):
@@ -499,7 +521,7 @@ EQUATIONS = {
   "DeltaNet": deltanet,
   "GatedDeltaNet-grouped": gated_deltanet,
   "KimiDeltaAttention": kda(2, 8, bounded=False),
-  "KimiDeltaAttention-bounded": kda(4, 3, bounded=True),
+  "KimiDeltaAttention-bounded": kda(4, None, bounded=True),
   "DeltaProduct": delta_product,
   "GatedDeltaNet2": gated_deltanet2,
   "GatedOja": gated_oja,
@@ -511,6 +533,7 @@ EQUATIONS = {
   "GriffinBlock": griffin,
   "ForgettingAttention": forgetting_attention,
   "MLA": mla,
+  "DoubleGatedConv": double_gated_conv,
 }
 
 
@@ -522,6 +545,8 @@ def test_equation(name):
   x = np.random.default_rng(1).normal(size=(T, D))
   layer = nnx.merge(graph, params)
   want = EQUATIONS[name](layer, x).reshape(T, -1) @ np.asarray(layer.out_proj.kernel)
+  if layer.out_proj.bias is not None:
+    want = want + np.asarray(layer.out_proj.bias)
   got, _ = quick_jit(lambda params, x: nnx.merge(graph, params)(x[None]))(params, x)
   assert (
     relative_rms(got[0], want) <= 1e2 * BUDGET["float64"]["value"]

@@ -11,6 +11,7 @@ from lajax.layers.comba import Comba
 from lajax.layers.cosformer import CosFormer
 from lajax.layers.delta_product import DeltaProduct
 from lajax.layers.deltanet import DeltaNet
+from lajax.layers.double_gated_conv import DoubleGatedConv
 from lajax.layers.features import FEATURE_MAPS
 from lajax.layers.forgetting_attention import ForgettingAttention
 from lajax.layers.gated_deltanet import GatedDeltaNet
@@ -55,6 +56,7 @@ __all__ = [
   "CosFormer",
   "DeltaNet",
   "DeltaProduct",
+  "DoubleGatedConv",
   "EfficientAttention",
   "ForgettingAttention",
   "GatedDeltaNet",

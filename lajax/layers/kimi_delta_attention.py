@@ -9,6 +9,7 @@ from lajax._shapes import check_flag, check_number, check_positive
 from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
 from lajax.layers.parameters import (
   Linear,
+  aligned,
   bounded_decay,
   log_uniform_rate,
   softplus_decay,
@@ -34,6 +35,8 @@ class KimiDeltaAttention(Mixer):
     num_v_heads: HV, of the values, gates and states, a multiple of H; None for H.
     expand_v: V / K.
     gate_rank: the rank of the projections to the decay and to the output gate; None for V.
+    full_rank: one matrix instead of two in these projections.
+    gate_bias: the bias b of the output gate.
     lower_bound: None, or a negative number L: the decay is then L * sigmoid(exp(A_log) (x W_f1 W_f2
       + dt_bias)) in (L, 0); -5 is usual.
     conv_size: width of the short convolution on q, k, v; None for none.
@@ -63,6 +66,8 @@ class KimiDeltaAttention(Mixer):
     num_v_heads: int | None = None,
     expand_v: float = 1.0,
     gate_rank: int | None = None,
+    full_rank: bool = False,
+    gate_bias: bool = True,
     lower_bound: float | None = None,
     conv_size: int | None = 4,
     use_gate: bool = True,
@@ -86,10 +91,15 @@ class KimiDeltaAttention(Mixer):
         f"`lower_bound` must be a negative log decay, such as -5.0, or None; got {lower_bound}."
       )
     R = V if gate_rank is None else gate_rank
-    projections = with_gate(
-      {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "f": (R,)}, use_gate, R
-    )
+    check_flag("full_rank", full_rank)
+    check_flag("gate_bias", gate_bias)
     check_flag("allow_negative_eigenvalues", allow_negative_eigenvalues)
+    if full_rank and gate_rank is not None:
+      raise ValueError(f"`gate_rank` must be None with full_rank=True; got {gate_rank}.")
+    f, gate = ((HV, K), (HV, V)) if full_rank else ((R,), (R,))
+    projections = with_gate(
+      {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "f": f}, use_gate, *gate
+    )
     super().__init__(
       d_model,
       projections,
@@ -103,8 +113,10 @@ class KimiDeltaAttention(Mixer):
       rngs=rngs,
     )
     linear = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    self.decay_proj = Linear(R, HV * K, use_bias=False, **linear)
-    self.gate_proj = Linear(R, HV * V, **linear) if use_gate else None
+    self.decay_proj = None if full_rank else Linear(R, HV * K, use_bias=False, **linear)
+    low_rank_gate, bias = use_gate and not full_rank, use_gate and full_rank and gate_bias
+    self.gate_proj = Linear(R, HV * V, use_bias=gate_bias, **linear) if low_rank_gate else None
+    self.gate_bias = nnx.Param(jnp.zeros((HV, V), self.gate_dtype)) if bias else None
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (HV,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (HV, K), self.gate_dtype))
     self.norm = self.rms_norm(V, norm_eps, "sigmoid")
@@ -114,12 +126,21 @@ class KimiDeltaAttention(Mixer):
   def mix(self, p, memory, documents):
     q, k = l2_normalize(p["q"]), l2_normalize(p["k"])
     beta = self.beta_range * jax.nn.sigmoid(widen(p["beta"]))
-    f, A_log, dt_bias = self.decay_proj(p["f"]), self.A_log[...][:, None], self.dt_bias[...]
+    f = p["f"] if self.decay_proj is None else self.decay_proj(p["f"])
+    A_log, dt_bias = self.A_log[...][:, None], self.dt_bias[...]
     f = f.reshape(*f.shape[:2], *dt_bias.shape)
     if self.lower_bound is None:
       g = softplus_decay(f, A_log, dt_bias)
     else:
       g = bounded_decay(f, A_log, dt_bias, self.lower_bound)
     o, memory = self.apply_op(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)
-    gate = None if self.gate_proj is None else self.gate_proj(p["gate"]).reshape(o.shape)
-    return self.norm(o, gate), memory
+    return self.norm(o, self._gate(p, o.shape)), memory
+
+  def _gate(self, p, shape):
+    """Returns the output gate before its sigmoid, or None."""
+    if self.gate_proj is not None:
+      return self.gate_proj(p["gate"]).reshape(shape)
+    if self.gate_bias is None:
+      return p.get("gate")
+    gate = widen(p["gate"])
+    return (gate + aligned(self.gate_bias[...], gate)).astype(p["gate"].dtype)

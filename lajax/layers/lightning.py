@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lajax._shapes import check_whole
+from lajax._shapes import check_number, check_whole
 from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
-from lajax.layers.parameters import wide_dtype
+from lajax.layers.parameters import Buffer, wide_dtype
 from lajax.ops import linear_attention
 
 
@@ -29,6 +29,7 @@ class Lightning(Mixer):
     conv_size: width of a short convolution on q, k, v, before the silu; None (the default) for
       none.
     use_gate: multiply the normed outputs by sigmoid(x W_g).
+    scale: factor of o; None for K^(-1/2).
     norm_eps: of the output norm.
     impl, chunk_size: of `lajax.linear_attention`.
     dtype: of the projections; None for that of the inputs and parameters together.
@@ -54,6 +55,7 @@ class Lightning(Mixer):
     expand_v: float = 1.0,
     conv_size: int | None = None,
     use_gate: bool = True,
+    scale: float | None = None,
     norm_eps: float = 1e-5,
     impl: str = "auto",
     chunk_size: int | None = None,
@@ -82,12 +84,20 @@ class Lightning(Mixer):
       rngs=rngs,
     )
     self.norm = self.rms_norm(H * V, norm_eps, "sigmoid")
-    self.depth = 1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5
+    self.slopes = Buffer(jnp.asarray(lightning_slopes(H, layer_index, num_layers), self.gate_dtype))
+    self.scale = None if scale is None else check_number("scale", scale)
 
   def mix(self, p, memory, documents):
     q, k, v = (jax.nn.silu(p[name]) for name in "qkv")
-    H = q.shape[2]
-    slopes = jnp.asarray(np.exp2(-8 * np.arange(1, H + 1) / H) * self.depth, wide_dtype(q.dtype))
+    slopes = self.slopes[...].astype(wide_dtype(q.dtype))
     g = jnp.broadcast_to(-slopes[None, None], q.shape[:3])
-    o, memory = self.apply_op(linear_attention, q, k, v, g, memory=memory, documents=documents)
+    o, memory = self.apply_op(
+      linear_attention, q, k, v, g, scale=self.scale, memory=memory, documents=documents
+    )
     return self.norm(jax.lax.collapse(o, 2), p.get("gate")), memory
+
+
+def lightning_slopes(num_heads: int, layer_index: int, num_layers: int) -> np.ndarray:
+  """Returns the negative log decay of each head of layer `layer_index`, [H] float64."""
+  depth = 1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5
+  return np.exp2(-8 * np.arange(1, num_heads + 1) / num_heads) * depth

@@ -25,7 +25,10 @@ class Mamba(Mixer):
     dt_rank: the width of r; None for d_model / 16, rounded up.
     conv_size: width of the short convolution on u; None for none.
     inner_norm: RMSNorm on r, B and C, each by itself (as in Jamba).
+    inner_norm_weight: weights in these norms.
     norm_eps: of these norms.
+    conv_bias: a bias of the convolution.
+    use_bias: biases on the projections in and out.
     impl: of `lajax.linear_recurrence`.
     dtype: of the projections; None for that of the inputs and parameters together.
     param_dtype: of the parameters; A_log, dt_bias, D and the norms' weights are float32 at least.
@@ -51,7 +54,10 @@ class Mamba(Mixer):
     dt_rank: int | None = None,
     conv_size: int | None = 4,
     inner_norm: bool = False,
+    inner_norm_weight: bool = True,
     norm_eps: float = 1e-6,
+    conv_bias: bool = True,
+    use_bias: bool = False,
     impl: str = "auto",
     dtype=None,
     param_dtype=jnp.float32,
@@ -62,6 +68,8 @@ class Mamba(Mixer):
     check_positive("inner_dim", inner_dim)
     check_positive("dt_rank", dt_rank)
     check_flag("inner_norm", inner_norm)
+    check_flag("inner_norm_weight", inner_norm_weight)
+    check_flag("conv_bias", conv_bias)
     check_number("norm_eps", norm_eps, 0.0)
     E, N, R = inner_dim or 2 * d_model, state_dim, dt_rank or -(-d_model // 16)
     super().__init__(
@@ -71,7 +79,8 @@ class Mamba(Mixer):
       memory=(E, N),
       conv_size=conv_size,
       conv_on=("u",),
-      conv_bias=True,
+      conv_bias=conv_bias,
+      use_bias=use_bias,
       impl=impl,
       dtype=dtype,
       param_dtype=param_dtype,
@@ -85,7 +94,8 @@ class Mamba(Mixer):
     )
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (E,), self.gate_dtype))
     self.D = nnx.Param(jnp.ones(E, self.gate_dtype))
-    norm = lambda width: self.rms_norm(width, norm_eps) if inner_norm else None
+    options = {"use_weight": inner_norm_weight}
+    norm = lambda width: self.rms_norm(width, norm_eps, **options) if inner_norm else None
     self.dt_norm, self.B_norm, self.C_norm = norm(R), norm(N), norm(N)
     self.dt_rank, self.state_dim = R, N
 

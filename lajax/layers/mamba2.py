@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
-from lajax._shapes import check_whole
+from lajax._numerics import l2_normalize
+from lajax._shapes import check_flag, check_numbers, check_positive, check_whole
 from lajax.layers.mixer import Mixer, value_heads
 from lajax.layers.parameters import aligned, log_uniform_rate, step_bias, widen
 from lajax.ops import linear_attention
@@ -24,7 +26,15 @@ class Mamba2(Mixer):
     state_dim: K, the width of B and C (the paper's N).
     num_groups: how many B and C there are; each serves H / num_groups heads.
     conv_size: width of the short convolution on u, B, C; None for none.
-    norm_eps: of the output norm, which runs over all heads of a group together.
+    conv_bias: biases of the convolution.
+    use_bias: biases on the projections in and out.
+    use_norm: norm the gated outputs.
+    norm_groups: None for a norm over the heads of each group of B and C, with one weight for all
+      groups; or the number of equal parts of the H V channels that are normed, with one weight per
+      channel.
+    norm_eps: of the output norm.
+    dt_limits: None, or the smallest and the greatest step size after the softplus.
+    multipliers: None, or factors of the projections z, u, B, C and dt.
     impl, chunk_size: of `lajax.linear_attention`.
     dtype: of the projections; None for that of the inputs and parameters together.
     param_dtype: of the parameters; A_log, dt_bias, D and the norm's weight are float32 at least.
@@ -47,7 +57,13 @@ class Mamba2(Mixer):
     state_dim: int = 128,
     num_groups: int = 1,
     conv_size: int | None = 4,
+    conv_bias: bool = True,
+    use_bias: bool = False,
+    use_norm: bool = True,
+    norm_groups: int | None = None,
     norm_eps: float = 1e-5,
+    dt_limits: tuple[float, float] | None = None,
+    multipliers: tuple[float, ...] | None = None,
     impl: str = "auto",
     chunk_size: int | None = None,
     dtype=None,
@@ -60,6 +76,12 @@ class Mamba2(Mixer):
     H, V, K, G = value_heads(num_heads), head_dim, state_dim, num_groups
     if H % G:
       raise ValueError(f"`num_groups` must divide num_heads = {H}; got {G}.")
+    check_flag("conv_bias", conv_bias)
+    check_flag("use_norm", use_norm)
+    if check_positive("norm_groups", norm_groups) and H * V % norm_groups:
+      raise ValueError(f"`norm_groups` must divide the {H * V} channels; got {norm_groups}.")
+    self.dt_limits = check_numbers("dt_limits", dt_limits, ("smallest", "greatest"))
+    multipliers = check_numbers("multipliers", multipliers, ("z", "u", "B", "C", "dt"))
     super().__init__(
       d_model,
       {"u": (H, V), "B": (G, K), "C": (G, K), "z": (H, V), "dt": (H,)},
@@ -67,7 +89,9 @@ class Mamba2(Mixer):
       memory=(H, K, V),
       conv_size=conv_size,
       conv_on=("u", "B", "C"),
-      conv_bias=True,
+      conv_bias=conv_bias,
+      use_bias=use_bias,
+      multipliers=dict(zip(("z", "u", "B", "C", "dt"), multipliers or (), strict=False)),
       impl=impl,
       chunk_size=chunk_size,
       dtype=dtype,
@@ -77,19 +101,30 @@ class Mamba2(Mixer):
     self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 1.0, 16.0, self.gate_dtype))
     self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
     self.D = nnx.Param(jnp.ones(H, self.gate_dtype))
-    self.norm = self.rms_norm(H // G * V, norm_eps)
-    self.num_groups = G
+    width = H // G * V if norm_groups is None else H * V
+    self.norm = self.rms_norm(width, norm_eps) if use_norm else None
+    self.num_groups, self.norm_groups = G, norm_groups
 
   def mix(self, p, memory, documents):
     y, memory = self.ssd(p["u"], p["B"], p["C"], p["dt"], memory, documents)
-    y = y * jax.nn.silu(widen(p["z"]))
-    y = self.norm(y.reshape(*y.shape[:2], self.num_groups, self.norm.weight.shape[-1]))
+    y = self._normed(y * jax.nn.silu(widen(p["z"])))
     return y.astype(p["u"].dtype), memory
+
+  def _normed(self, y: Float[Array, "B T H V"]) -> Float[Array, "B T ..."]:
+    if self.norm is None:
+      return y
+    if self.norm_groups is None:
+      return self.norm(y.reshape(*y.shape[:2], self.num_groups, self.norm.weight.shape[-1]))
+    parts = y.reshape(*y.shape[:2], self.norm_groups, -1)
+    normed = l2_normalize(parts, self.norm.eps * parts.shape[-1]) * parts.shape[-1] ** 0.5
+    return jax.lax.collapse(normed, 2) * aligned(self.norm.weight[...], y[..., 0])
 
   def ssd(self, u, B, C, dt, memory, documents):
     """Returns S_t^T C_t + D u_t: u [B T H V], B, C [B T G K], dt [B T H] before its softplus."""
     u, dt = widen(u), widen(dt)
     dt = jax.nn.softplus(dt + aligned(self.dt_bias[...], dt))
+    if self.dt_limits is not None:
+      dt = jnp.clip(dt, *self.dt_limits)
     v, g = u * dt[..., None], -jnp.exp(aligned(self.A_log[...], dt)) * dt
     o, memory = self.apply_op(
       linear_attention, C, B, v, g, scale=1.0, memory=memory, documents=documents

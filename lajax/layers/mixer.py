@@ -74,6 +74,7 @@ class Mixer(StatefulLayer):
     conv_bias, conv_activation: options of the convolutions.
     use_bias: biases on the projections in and out.
     out_bias: a bias on the projection out; None for `use_bias`.
+    multipliers: factors of projections, by name; 1 where absent.
     impl, chunk_size: of the op; impl also of convolutions and norms.
     dtype: of the projections; None for that of the inputs and parameters together. Gates, norms and
       the recurrence's state are float32 at least.
@@ -99,6 +100,7 @@ class Mixer(StatefulLayer):
     conv_activation: str | None = "silu",
     use_bias: bool = False,
     out_bias: bool | None = None,
+    multipliers: Mapping[str, float] | None = None,
     impl: str = "auto",
     chunk_size: int | None = None,
     dtype=None,
@@ -122,6 +124,7 @@ class Mixer(StatefulLayer):
     self.out_proj = Linear(inner, d_model, use_bias=out_bias, **common)
     options = {"use_bias": conv_bias, "activation": conv_activation, "impl": impl, **common}
     conv = lambda width: ShortConv(width, conv_size or 1, **options)
+    self.multipliers = tuple((multipliers or {}).items())
     self.convolved = conv_on if conv_size else ()
     self.conv = nnx.Dict({name: conv(columns[name]) for name in conv_on}) if conv_size else None
     self.d_model, self.memory_shape = d_model, tuple(memory)
@@ -164,16 +167,25 @@ class Mixer(StatefulLayer):
     return wide_dtype(self.param_dtype)
 
   def rms_norm(
-    self, width: int, norm_eps: float, activation: str = "swish", *, unit_offset: bool = False
+    self,
+    width: int,
+    norm_eps: float,
+    activation: str = "swish",
+    *,
+    unit_offset: bool = False,
+    use_weight: bool = True,
   ) -> GatedRMSNorm:
     """Returns a norm with this layer's options."""
     check_number("norm_eps", norm_eps, 0.0)
-    options = {"eps": norm_eps, "unit_offset": unit_offset, "impl": self.impl}
+    options = {"eps": norm_eps, "impl": self.impl}
+    options |= {"unit_offset": unit_offset, "use_weight": use_weight}
     return GatedRMSNorm(width, activation, param_dtype=self.gate_dtype, **options)
 
   def projected(self, name: str, x: Array) -> Array:
     """Returns one projection [B T *shape] of x."""
     y = self.in_proj[name](x)
+    factor = dict(self.multipliers).get(name, 1.0)
+    y = y if factor == 1 else y * factor
     return y.reshape(*y.shape[:2], *dict(self.projections)[name])
 
   def apply_op(

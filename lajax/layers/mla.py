@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from lajax._shapes import check_positive, check_whole
-from lajax.layers.kv_cache import CachedArray, CachedMixer, Context
+from lajax._shapes import check_flag, check_option, check_positive, check_whole
+from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated
 from lajax.layers.parameters import Linear, check_rotary, rotate
 from lajax.layers.state import CallDocuments
 from lajax.ops import attention
@@ -33,8 +33,9 @@ class MLA(CachedMixer):
     value_dim: V; None for K.
     max_length: tokens of a document that the cache holds; a longer first call makes room for all.
     rope_theta: base of rotary positions, counted from each document's start; None for none (as in
-      Kimi Linear). The pair (i, i + P/2) is turned; DeepSeek's checkpoints pair neighbours: a
-      permutation of channels.
+      Kimi Linear).
+    rope_pairs: "halves" for pairs (i, i + P/2), "neighbours" for (2 i, 2 i + 1).
+    head_gate: multiply the outputs of each head by a number sigmoid(x W_g).
     norm_eps: of the latent's norm.
     impl: of `lajax.attention`.
     dtype: of the projections and the cache; None for that of the inputs and parameters together.
@@ -60,6 +61,8 @@ class MLA(CachedMixer):
     value_dim: int | None = None,
     max_length: int = 2048,
     rope_theta: float | None = 10_000.0,
+    rope_pairs: str = "halves",
+    head_gate: bool = False,
     norm_eps: float = 1e-6,
     impl: str = "auto",
     dtype=None,
@@ -76,9 +79,11 @@ class MLA(CachedMixer):
         " rope_theta=None."
       )
     check_rotary(rope_theta, P)
+    check_option("rope_pairs", rope_pairs, ("halves", "neighbours"))
+    check_flag("head_gate", head_gate)
     super().__init__(
       d_model,
-      {"q": (H, K + P), "c": (1, R), "r": (1, P)},
+      {"q": (H, K + P), "c": (1, R), "r": (1, P)} | ({"gate": (H, 1)} if head_gate else {}),
       inner=H * V,
       impl=impl,
       dtype=dtype,
@@ -91,6 +96,7 @@ class MLA(CachedMixer):
     )
     self.num_heads, self.head_dim, self.kv_rank, self.rope_dim = H, K, R, P
     self.rope_theta, self.scale = rope_theta, (K + P) ** -0.5
+    self.rope_pairs = rope_pairs
 
   @property
   def cached(self):
@@ -101,12 +107,20 @@ class MLA(CachedMixer):
     q, c, r = p["q"], self.norm(p["c"]), p["r"]
     if self.rope_theta is not None:
       content, shared = jnp.split(q, [self.head_dim], axis=-1)
-      q = jnp.concatenate([content, rotate(shared, documents.position, self.rope_theta)], axis=-1)
-      r = rotate(r, documents.position, self.rope_theta)
+      q = jnp.concatenate([content, self._rotated(shared, documents)], axis=-1)
+      r = self._rotated(r, documents)
     if memory is None:
-      return self._expanded(q, c, r, documents), self.begin((c, r), documents)
+      o = self._expanded(q, c, r, documents)
+      return gated(o, p.get("gate")), self.begin((c, r), documents)
     context = self.extend(memory, (c, r), documents)
-    return context.nan_if_lost(self._absorbed(q, context, documents)), context.cache
+    o = context.nan_if_lost(self._absorbed(q, context, documents))
+    return gated(o, p.get("gate")), context.cache
+
+  def _rotated(self, x: Float[Array, "B T H P"], documents: CallDocuments):
+    """Turns the pairs of x. Neighbours are first sorted into halves, in queries and keys alike."""
+    if self.rope_pairs == "neighbours":
+      x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    return rotate(x, documents.position, self.rope_theta)
 
   def _expanded(
     self,

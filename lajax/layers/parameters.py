@@ -106,6 +106,7 @@ class GatedRMSNorm(nnx.Module):
     activation: "swish" or "sigmoid", of the gate.
     eps: a number of at least 0, inside the root.
     unit_offset: multiply by 1 + weight instead of weight, as in Gemma; the weight begins at 0.
+    use_weight: False for a weight of 1 that is no parameter.
     impl: of `lajax.ops.gated_rms_norm`.
     param_dtype: of the weight.
 
@@ -123,6 +124,7 @@ class GatedRMSNorm(nnx.Module):
     *,
     eps: float = 1e-5,
     unit_offset: bool = False,
+    use_weight: bool = True,
     impl: str = "auto",
     param_dtype=jnp.float32,
   ):
@@ -131,7 +133,9 @@ class GatedRMSNorm(nnx.Module):
     check_option("activation", activation, tuple(GATES))
     check_dtype_option("param_dtype", param_dtype, optional=False)
     self.unit_offset = check_flag("unit_offset", unit_offset)
-    self.weight = nnx.Param((jnp.zeros if unit_offset else jnp.ones)(width, param_dtype))
+    initial = jnp.zeros if unit_offset else jnp.ones
+    self.weight = nnx.Param(initial(width, param_dtype)) if use_weight else None
+    self.width = width
     self.activation, self.eps, self.impl = activation, check_number("eps", eps, 0.0), impl
 
   def __call__(
@@ -139,7 +143,7 @@ class GatedRMSNorm(nnx.Module):
   ) -> Float[Array, "... D"]:
     """Normalises x; without a gate this is RMSNorm."""
     options = {"activation": self.activation, "eps": self.eps, "impl": self.impl}
-    weight = widen(self.weight[...])
+    weight = jnp.ones(self.width) if self.weight is None else widen(self.weight[...])
     return gated_rms_norm(x, 1 + weight if self.unit_offset else weight, gate, **options)
 
 

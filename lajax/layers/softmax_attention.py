@@ -1,11 +1,13 @@
 """Softmax attention with a key-value cache: the baseline, and the partner in hybrid models."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from lajax._shapes import check_flag, check_number, check_positive, check_whole
 from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated, key_heads
-from lajax.layers.parameters import check_rotary, rotate, widen
+from lajax.layers.parameters import GatedRMSNorm, check_rotary, rotate, widen
 from lajax.layers.state import CallDocuments
 from lajax.ops import attention
 from lajax.recurrence import attend
@@ -32,6 +34,8 @@ class SoftmaxAttention(CachedMixer):
     rope_dim: how many channels of a head, the first ones, have rotary positions; None for all.
     qk_norm: RMSNorm on the queries and keys of each head.
     qk_norm_offset: multiply by 1 + weight in these norms, as in Gemma.
+    qk_norm_whole: norm the channels of all heads together, as in OLMo.
+    key_multiplier: factor of the keys.
     output_gate: multiply the outputs by sigmoid(x W_g).
     sink: one learned logit per head that takes part in the softmax without a value.
     conv_size: width of short convolutions, without activation, on q, k, v; None for none.
@@ -64,6 +68,8 @@ class SoftmaxAttention(CachedMixer):
     rope_dim: int | None = None,
     qk_norm: bool = False,
     qk_norm_offset: bool = False,
+    qk_norm_whole: bool = False,
+    key_multiplier: float = 1.0,
     output_gate: bool = False,
     sink: bool = False,
     conv_size: int | None = None,
@@ -84,6 +90,8 @@ class SoftmaxAttention(CachedMixer):
     check_rotary(rope_theta, self.rope_dim)
     check_number("norm_eps", norm_eps, 0.0)
     check_flag("qk_norm", qk_norm)
+    check_flag("qk_norm_whole", qk_norm_whole)
+    check_number("key_multiplier", key_multiplier)
     check_flag("output_gate", output_gate)
     check_flag("sink", sink)
     projections = {"q": (H, K), "k": (HK, K), "v": (HK, K)}
@@ -98,13 +106,15 @@ class SoftmaxAttention(CachedMixer):
       conv_activation=None,
       use_bias=use_bias,
       out_bias=out_bias,
+      multipliers={"k": key_multiplier},
       impl=impl,
       dtype=dtype,
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    norm = lambda: self.rms_norm(K, norm_eps, unit_offset=qk_norm_offset) if qk_norm else None
-    self.q_norm, self.k_norm = norm(), norm()
+    options = {"unit_offset": qk_norm_offset}
+    norm = lambda heads: self.rms_norm(heads * K, norm_eps, **options) if qk_norm else None
+    self.q_norm, self.k_norm = norm(H if qk_norm_whole else 1), norm(HK if qk_norm_whole else 1)
     self.sink = nnx.Param(jnp.zeros(H, self.gate_dtype)) if sink else None
     self.rope_theta = rope_theta
     self.scale = None if scale is None else check_number("scale", scale)
@@ -116,7 +126,7 @@ class SoftmaxAttention(CachedMixer):
   def mix(self, p, memory, documents):
     q, k, v = p["q"], p["k"], p["v"]
     if self.q_norm is not None and self.k_norm is not None:
-      q, k = self.q_norm(q), self.k_norm(k)
+      q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
     if self.rope_theta is not None:
       options = (documents.position, self.rope_theta, self.rope_dim)
       q, k = rotate(q, *options), rotate(k, *options)
@@ -145,3 +155,8 @@ class SoftmaxAttention(CachedMixer):
       **options,
     )
     return context.nan_if_lost(o.astype(q.dtype))
+
+
+def _normed(norm: GatedRMSNorm, x: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+  """Returns x, normed head by head, or over all heads if the norm is as wide."""
+  return norm(x) if norm.width == x.shape[-1] else norm(jax.lax.collapse(x, 2)).reshape(x.shape)

@@ -18,10 +18,10 @@ from jax.sharding import Sharding
 from lajax._numerics import promoted
 from lajax._shapes import check_dtype_option
 from lajax.models.config import ModelConfig
-from lajax.models.families import family_of, read_config
+from lajax.models.families import family_of, published_config, read_config
 from lajax.models.families.options import Options
 from lajax.models.language_model import LanguageModel
-from lajax.models.tables import Place, Tables, places
+from lajax.models.tables import Place, Tables, derived_tensors, places
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 * 2**30  # of a file that `save` writes
@@ -85,7 +85,8 @@ def load(
   options = {"param_dtype": dtype or jnp.float32, "remat": remat}
   model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0), **options))
   found = list(places(model, tables))
-  _check_tensors(files, found, tables, config)
+  derived = {name for name, _ in derived_tensors(model, tables)}
+  _check_tensors(files, found, derived, tables, config)
   paths = {id(v): "/".join(map(str, p)) for p, v in nnx.iter_graph(model) if _is_variable(v)}
   dtypes: dict[int, Any] = {}
   for place in found:
@@ -109,28 +110,32 @@ def save(model: LanguageModel, folder: str | os.PathLike) -> None:
   """Writes config.json and the tensors of a model, bitwise as `load` read them.
 
   Args:
-    model: a model of `from_config` or `load`.
+    model: of any config. One that was not read from a config.json gets one that spells it out.
     folder: is made if it is missing. Tensors of more than 4 GiB go to several files and an index.
 
   Raises:
-    ValueError: the config of the model was not read from a config.json.
+    ValueError: `model` is no LanguageModel, or has mixers from outside lajax.layers.
   """
   if not isinstance(model, LanguageModel):
     raise ValueError(f"`model` must be a LanguageModel; got {type(model).__name__}.")
-  published = _published_of(model)
+  published = published_config(model.config)
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n")
-  found = list(places(model, _tables(published)))
+  tables = _tables(published)
+  found = list(places(model, tables))
   groups = list(_groups(found))
+  extra = dict(derived_tensors(model, tables))
   if len(groups) == 1:
-    _write(folder / SINGLE, groups[0])
+    _write(folder / SINGLE, groups[0], extra)
     return
   weight_map = {}
   for n, group in enumerate(groups):
     name = f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors"
-    _write(folder / name, group)
+    here = extra if n == len(groups) - 1 else {}
+    _write(folder / name, group, here)
     weight_map |= {tensor: name for place in group for tensor in place.tensors}
+    weight_map |= dict.fromkeys(here, name)
   size = sum(_bytes(place) for place in found)
   index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
   (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -138,11 +143,20 @@ def save(model: LanguageModel, folder: str | os.PathLike) -> None:
 
 def tensors(model: LanguageModel) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the tensors of the model's checkpoint by name; of an abstract model too."""
-  return {
+  tables = _tables(published_config(model.config))
+  found = {
     name: jax.ShapeDtypeStruct(place.tensor_shape, place.variables[0].dtype)
-    for place in places(model, _tables(_published_of(model)))
+    for place in places(model, tables)
     for name in place.tensors
   }
+  kinds: dict[str, Any] = {}  # one layer's is computed for all
+  for name, compute in derived_tensors(model, tables):
+    kind = name.rsplit(".", 1)[-1]
+    if kind not in kinds:
+      x = compute()
+      kinds[kind] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    found[name] = kinds[kind]
+  return found
 
 
 # --- configs and folders --------------------------------------------------------------------------
@@ -162,14 +176,6 @@ def _published(config: Any) -> dict[str, Any]:
   if not path.is_file():
     raise FileNotFoundError(f"there is no config.json at {path}")
   return json.loads(path.read_text())
-
-
-def _published_of(model: LanguageModel) -> dict[str, Any]:
-  if model.config.published is None:
-    raise ValueError(
-      "`model` must have a config that was read from a config.json; got one without."
-    )
-  return json.loads(model.config.published)
 
 
 def _tables(published: Mapping[str, Any]) -> Tables:
@@ -226,18 +232,20 @@ class _Files:
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def _check_tensors(files: _Files, found: list[Place], tables: Tables, config: ModelConfig) -> None:
+def _check_tensors(
+  files: _Files, found: list[Place], derived: set[str], tables: Tables, config: ModelConfig
+) -> None:
   """ValueError that names the tensors which are missing, unknown or misshapen."""
-  wanted = {name: place.tensor_shape for place in found for name in place.tensors}
+  wanted = {name: place for place in found for name in place.tensors}
   ignored = tables.ignored + (("lm_head.",) if config.tied_head else ())
-  there = {name for name in files.handles if not name.startswith(ignored)}
+  there = {name for name in files.handles if not name.startswith(ignored)} - derived
   problems = {
     "missing": sorted(wanted.keys() - there),
     "unknown": sorted(there - wanted.keys()),
     "misshapen": [
-      f"{name} (must be {wanted[name]}; got {files.shape(name)})"
+      f"{name} (must be {wanted[name].tensor_shape}; got {files.shape(name)})"
       for name in sorted(wanted.keys() & there)
-      if files.shape(name) != wanted[name]
+      if not wanted[name].accepts(name, files.shape(name))
     ],
   }
   lines = [
@@ -290,12 +298,12 @@ def _bytes(place: Place) -> int:
   return sum(int(np.prod(shape)) * place.variables[0].dtype.itemsize for shape in place.shapes)
 
 
-def _write(path: pathlib.Path, group: list[Place]) -> None:
-  arrays = {}
+def _write(
+  path: pathlib.Path, group: list[Place], derived: Mapping[str, Callable[[], np.ndarray]]
+) -> None:
+  arrays = {name: np.ascontiguousarray(compute()) for name, compute in derived.items()}
   for place in group:
-    parameters = [np.asarray(v[...][place.index]) for v in place.variables]
-    for name, x in zip(place.tensors, place.row.to_tensors(parameters), strict=True):
-      arrays[name] = np.ascontiguousarray(x)
+    arrays |= {name: np.ascontiguousarray(x) for name, x in place.arrays().items()}
   safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
 
 

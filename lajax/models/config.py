@@ -140,7 +140,7 @@ class MoEConfig:
     selection_bias: a bias per expert that takes part in the choice and not in the weights.
     num_groups, top_groups: experts are in `num_groups` equal groups; only those of the `top_groups`
       groups with the largest sum of their best two scores may be chosen.
-    normalize: weights are divided by their sum.
+    normalize: weights are divided by their sum plus `normalize_eps`.
     scale: factor of the weights.
     shared: an MLP that every token goes through, or None.
     shared_gate: multiply the shared MLP by sigmoid(x w).
@@ -158,6 +158,7 @@ class MoEConfig:
   num_groups: int = 1
   top_groups: int = 1
   normalize: bool = True
+  normalize_eps: float = 1e-20
   scale: float = 1.0
   shared: MLPConfig | None = None
   shared_gate: bool = False

@@ -13,13 +13,21 @@ from jaxtyping import Array, Float, Int
 
 from lajax._meshes import explicit_mesh, on_automatic_axes, spec_of
 from lajax._numerics import accumulation_dtype, promoted
-from lajax._shapes import check, check_batch, check_dtype_option, check_flag, check_given
-from lajax._shapes import check_positive, check_rngs
+from lajax._shapes import (
+  check,
+  check_batch,
+  check_dtype_option,
+  check_flag,
+  check_given,
+  check_positive,
+  check_rngs,
+)
 from lajax.layers import LayerState
 from lajax.layers.kv_cache import CachedMixer, check_room
 from lajax.layers.state import follow
 from lajax.models.block import BlockState, Stack, rms_norm
 from lajax.models.config import ModelConfig, periods
+from lajax.models.moe import MixtureOfExperts
 
 ModelState = tuple[tuple[BlockState, ...], ...]  # [stack][place in its period][mixer]
 
@@ -155,6 +163,18 @@ class LanguageModel(nnx.Module):
     check_dtype_option("dtype", dtype)
     dtype = jnp.dtype(dtype or self.stream_dtype)
     return tuple(stack.init_state(batch, max_length, dtype) for stack in self.stacks)
+
+  def mixer_layers(self) -> list[tuple[nnx.Module, int]]:
+    """Returns every kind of mixer without parameters, and how many layers have it."""
+    blocks = [(b, stack.repeats) for stack in self.stacks for b in stack.layer_blocks()]
+    return [(mixer, repeats) for block, repeats in blocks for mixer in block.mixers]
+
+  @property
+  def active_parameters(self) -> int:
+    """Number of parameters less those of the experts that a token does not use."""
+    total = sum(p.size for p in jax.tree.leaves(nnx.state(self, nnx.Param)))
+    mlps = [block.mlp for stack in self.stacks for block in stack.blocks]
+    return total - sum(m.idle_parameters for m in mlps if isinstance(m, MixtureOfExperts))
 
   @property
   def stream_dtype(self) -> jnp.dtype:

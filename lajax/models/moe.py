@@ -58,6 +58,13 @@ class MixtureOfExperts(nnx.Module):
       y = y + shared
     return y.reshape(x.shape).astype(x.dtype)
 
+  @property
+  def idle_parameters(self) -> int:
+    """Number of parameters of the experts that one token does not use."""
+    c = self.config
+    matrices = [m for m in (self.gate, self.up, self.down) if m is not None]
+    return sum(m.size for m in matrices) // c.num_experts * (c.num_experts - c.top_k)
+
   def route(self, x: Float[Array, "N D"]) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
     """Returns the experts of each token, and their weights in float32 at least."""
     c, kernel = self.config, widen(self.router.kernel[...])
@@ -71,7 +78,7 @@ class MixtureOfExperts(nnx.Module):
     _, chosen = jax.lax.top_k(choice, c.top_k)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if c.normalize:
-      weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+      weights = weights / (weights.sum(-1, keepdims=True) + c.normalize_eps)
     return chosen, weights * c.scale
 
   def experts(

@@ -14,10 +14,12 @@ where the module has none of its parameters (a bias, say).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -111,13 +113,13 @@ def linear(tensor: str, *parameters: str, groups: int = 1) -> list[Row]:
   ]
 
 
-def conv(tensor: str, *parameters: str, groups: int = 1) -> list[Row]:
-  """Rows of a short convolution, and of its bias if it has one."""
-  weights = tuple(f"{p}.weight" for p in parameters)
-  biases = tuple(f"{p}.bias" for p in parameters)
+def conv(tensor: str | tuple[str, ...], *parameters: str) -> list[Row]:
+  """Rows of short convolutions that are joined, and of their biases if they have any."""
+  tensors = (tensor,) if isinstance(tensor, str) else tensor
+  names = lambda whose, what: tuple(f"{name}.{what}" for name in whose)
   return [
-    Row((f"{tensor}.weight",), weights, "conv", groups),
-    Row((f"{tensor}.bias",), biases, "same", groups),
+    Row(names(tensors, "weight"), names(parameters, "weight"), "conv"),
+    Row(names(tensors, "bias"), names(parameters, "bias"), "same"),
   ]
 
 
@@ -147,25 +149,40 @@ def swiglu(tensors: str, module: str = "") -> list[Row]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Derived:
+  """A tensor of a checkpoint that holds no parameter: `load` passes it over, `save` computes it.
+
+  Attributes:
+    tensor: its name.
+    compute: makes it from the module of one layer.
+  """
+
+  tensor: str
+  compute: Callable[[Any], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
 class Tables:
   """The rows of a family.
 
   Attributes:
     model: rows of the model itself: embedding, final norm, head.
     block: rows of a block's norms.
-    parts: rows of mixers and MLPs, by class.
+    parts: rows of mixers and MLPs, by class; None for a tensor per parameter, named by its path.
     prefix: of the tensors of a layer, with {layer}.
     ignored: beginnings of the names of tensors that a text model leaves out.
     names: of a layer's tensors where they depend on the layer: (its number, a name of the tables)
       -> the name after the prefix. None for the name itself.
+    derived: tensors of mixers that are computed from others, by class.
   """
 
   model: Sequence[Row]
   block: Sequence[Row]
-  parts: Mapping[type, Sequence[Row]]
+  parts: Mapping[type, Sequence[Row]] | None
   prefix: str = "model.layers.{layer}."
   ignored: tuple[str, ...] = ()
   names: Callable[[int, str], str] | None = None
+  derived: Mapping[type, Sequence[Derived]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +209,21 @@ class Place:
   @property
   def tensor_shape(self) -> Shape:
     return self.row.tensor_shape(self.shapes)
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """Returns the tensors by name, made from the parameters."""
+    parameters = [np.asarray(v[...][self.index]) for v in self.variables]
+    return dict(zip(self.tensors, self.row.to_tensors(parameters), strict=True))
+
+  def accepts(self, tensor: str, shape: Shape) -> bool:
+    """Says whether a tensor may have this shape: several may be cut evenly, or by parameter."""
+    if shape == self.tensor_shape:
+      return True
+    if len(self.tensors) != len(self.variables):
+      return False
+    return shape == self.row.tensor_shape(
+      [self.shapes[self.tensors.index(tensor)]] * len(self.tensors)
+    )
 
 
 def places(model: Any, tables: Tables) -> Iterator[Place]:
@@ -220,16 +252,45 @@ def places(model: Any, tables: Tables) -> Iterator[Place]:
 def _places(model: Any, tables: Tables) -> Iterator[Place]:
   for row, variables in _rows(model, tables.model):
     yield Place(row.tensors, row, variables, ())
+  for layer, block, repeat in layers(model):
+    yield from _block_places(block, tables, layer, repeat)
+
+
+def layers(model: Any) -> Iterator[tuple[int, Any, int]]:
+  """Yields of each layer its number, its stacked block, and its place in the stack."""
   first = 0
   for stack in model.stacks:
     period = len(stack.blocks)
     for repeat in range(stack.repeats):
       for p, block in enumerate(stack.blocks):
-        yield from _block_places(block, tables, first + repeat * period + p, repeat)
+        yield first + repeat * period + p, block, repeat
     first += period * stack.repeats
 
 
+def derived_tensors(model: Any, tables: Tables) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+  """Yields the derived tensors of a model by name, each with a function that computes it."""
+  for layer, block, repeat in layers(model):
+    for mixer in block.mixers:
+      for row in tables.derived.get(type(mixer), ()):
+        graph, state = nnx.split(mixer)
+        one = jax.tree.map(lambda p, r=repeat: _of_layer(p, r), state)
+        compute = functools.partial(row.compute, nnx.merge(graph, one))
+        yield tables.prefix.format(layer=layer) + row.tensor, compute
+
+
+def _of_layer(p: Any, repeat: int) -> Any:
+  if isinstance(p, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(p.shape[1:], p.dtype)
+  return p[repeat]
+
+
 def _block_places(block: Any, tables: Tables, layer: int, repeat: int) -> Iterator[Place]:
+  if tables.parts is None:
+    for path, variable in _variables(block):
+      name = ".".join(map(str, path))
+      row = Row((name,), (name,), "same")
+      yield Place((tables.prefix.format(layer=layer) + name,), row, (variable,), (repeat,))
+    return
   parts = [(block, tables.block), *((m, tables.parts[type(m)]) for m in block.mixers)]
   if block.mlp is not None:
     parts.append((block.mlp, tables.parts[type(block.mlp)]))

@@ -4,20 +4,31 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from lajax.models.config import ModelConfig
 from lajax.models.tables import Tables
 
 REQUIRED: Any = object()  # default of an option that must be given
 
+
+def words(text: str) -> frozenset[str]:
+  """Returns the words of a text: names of options."""
+  return frozenset(text.split())
+
+
 # Options without effect on the numbers of a text model, in every family: names, ids of tokens, how
 # a model was initialised or trained, what a call returns, and sizes of tables that are not stored.
-NO_EFFECT = frozenset(
+NO_EFFECT = words(
   """
   architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype initializer_range
   transformers_version use_cache max_position_embeddings model_type output_router_logits
   router_aux_loss_coef tokenizer_class _name_or_path output_attentions output_hidden_states
-  return_dict _attn_implementation_autoset
-  """.split()
+  return_dict _attn_implementation_autoset use_return_dict torchscript use_bfloat16 pruned_heads
+  is_decoder is_encoder_decoder add_cross_attention chunk_size_feed_forward id2label label2id
+  problem_type finetuning_task task_specific_params prefix sep_token_id decoder_start_token_id
+  """
 )
 
 
@@ -46,13 +57,11 @@ class Options:
   def one_of(self, name: str, allowed: Iterable[Any], default: Any = REQUIRED) -> Any:
     """Returns an option; ValueError where its value is none of those that are implemented."""
     value, allowed = self.get(name, default), list(allowed)
-    if not any(value == a and type(value) is type(a) for a in allowed):
-      if not (isinstance(value, int | float) and any(value == a for a in allowed)):
-        known = ", ".join(map(repr, allowed))
-        raise ValueError(
-          f"the option `{self.path}{name}` of config.json must be one of {known}, which are "
-          f"implemented; got {value!r}."
-        )
+    if value not in allowed:
+      known = " or ".join(map(repr, allowed))
+      raise ValueError(
+        f"the option `{self.path}{name}` of config.json is implemented for {known}; got {value!r}."
+      )
     return value
 
   def inside(self, name: str) -> "Options | None":
@@ -142,3 +151,8 @@ def rope(c: Options, theta: float = 10_000.0, fraction: float = 1.0) -> tuple[fl
     theta = inside.get("rope_theta", theta)
     fraction = inside.get("partial_rotary_factor", fraction)
   return float(theta), float(fraction)
+
+
+def bfloat16(x: float) -> float:
+  """Returns a number rounded to bfloat16."""
+  return float(np.asarray(x, jnp.bfloat16))

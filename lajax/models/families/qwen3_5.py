@@ -3,6 +3,8 @@
 The text model alone: tensors of the vision tower and of multi-token prediction are left out.
 """
 
+from collections.abc import Sequence
+
 import lajax.layers as L
 from lajax.models.config import (
   BlockConfig,
@@ -12,16 +14,16 @@ from lajax.models.config import (
   MoEConfig,
   NormConfig,
 )
-from lajax.models.families.options import Family, Options, layer_kinds, rope
+from lajax.models.families.options import Family, Options, layer_kinds, rope, words
 from lajax.models.mlp import MLP
 from lajax.models.moe import MixtureOfExperts
-from lajax.models.tables import Tables, conv, experts, head, linear, same, swiglu
+from lajax.models.tables import Row, Tables, conv, experts, head, linear, same, swiglu
 
-NO_EFFECT = frozenset(
+NO_EFFECT = words(
   """
   image_token_id video_token_id vision_start_token_id vision_end_token_id vision_config
   language_model_only mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype
-  """.split()
+  """
 )
 
 
@@ -33,9 +35,17 @@ def _text(c: Options) -> Options:
 def read(c: Options) -> ModelConfig:
   outer, c = c, _text(c)
   tied = c.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))
+  mlp = moe(c) if "num_experts" in c.given else MLPConfig(c.get("intermediate_size"))
+  c.one_of("mlp_only_layers", [[]], [])
+  return hybrid(c, [mlp] * c.get("num_hidden_layers"), tied)
+
+
+def hybrid(c: Options, mlps: Sequence[MLPConfig | MoEConfig], tied: bool) -> ModelConfig:
+  """Returns the config of Gated DeltaNet and gated attention with these MLPs."""
   c.one_of("hidden_act", ["silu"], "silu")
   c.one_of("attention_dropout", [0.0], 0.0)
   c.one_of("attn_output_gate", [True], True)
+  c.one_of("output_gate_type", ["swish", "silu"], "swish")  # of Gated DeltaNet
   norm = NormConfig(c.get("rms_norm_eps", 1e-6), unit_offset=True)
   heads, K = c.get("linear_num_key_heads"), c.get("linear_key_head_dim")
   delta = MixerConfig(
@@ -72,21 +82,16 @@ def read(c: Options) -> ModelConfig:
     lambda n: "full" if (n + 1) % every == 0 else "linear",
   )
   mixers = {"linear": delta, "full": attention}
-  mlp = _mlp(c)
   return ModelConfig(
     c.get("vocab_size"),
     c.get("hidden_size"),
-    tuple(BlockConfig((mixers[kind],), mlp, norm) for kind in kinds),
+    tuple(BlockConfig((mixers[kind],), mlp, norm) for kind, mlp in zip(kinds, mlps, strict=True)),
     norm,
     tied_head=tied,
   )
 
 
-def _mlp(c: Options) -> MLPConfig | MoEConfig:
-  if "num_experts" not in c.given:
-    return MLPConfig(c.get("intermediate_size"))
-  c.one_of("mlp_only_layers", [[]], [])
-  c.one_of("decoder_sparse_step", [1], 1)
+def moe(c: Options) -> MoEConfig:
   return MoEConfig(
     c.get("moe_intermediate_size"),
     c.get("num_experts"),
@@ -121,32 +126,37 @@ def tables(c: Options) -> Tables:
         *same("linear_attn.norm.weight", "norm.weight"),
         *linear("linear_attn.out_proj", "out_proj"),
       ],
-      L.SoftmaxAttention: [
-        *linear(
-          "self_attn.q_proj",
-          "in_proj.q",
-          "in_proj.gate",
-          groups=_text(c).get("num_attention_heads"),
-        ),
-        *linear("self_attn.k_proj", "in_proj.k"),
-        *linear("self_attn.v_proj", "in_proj.v"),
-        *same("self_attn.q_norm.weight", "q_norm.weight"),
-        *same("self_attn.k_norm.weight", "k_norm.weight"),
-        *linear("self_attn.o_proj", "out_proj"),
-      ],
+      L.SoftmaxAttention: attention_rows(_text(c)),
       MLP: swiglu("mlp."),
-      MixtureOfExperts: [
-        *linear("mlp.gate", "router"),
-        *experts("mlp.experts.{expert}.gate_proj.weight", "gate"),
-        *experts("mlp.experts.{expert}.up_proj.weight", "up"),
-        *experts("mlp.experts.{expert}.down_proj.weight", "down"),
-        *swiglu("mlp.shared_expert.", "shared."),
-        *linear("mlp.shared_expert_gate", "shared_gate"),
-      ],
+      MixtureOfExperts: moe_rows(),
     },
     prefix=prefix + "layers.{layer}.",
     ignored=("model.visual.", "visual.", "mtp."),
   )
+
+
+def attention_rows(c: Options) -> Sequence[Row]:
+  """Rows of gated attention, whose queries and gates are joined head by head."""
+  return [
+    *linear("self_attn.q_proj", "in_proj.q", "in_proj.gate", groups=c.get("num_attention_heads")),
+    *linear("self_attn.k_proj", "in_proj.k"),
+    *linear("self_attn.v_proj", "in_proj.v"),
+    *same("self_attn.q_norm.weight", "q_norm.weight"),
+    *same("self_attn.k_norm.weight", "k_norm.weight"),
+    *linear("self_attn.o_proj", "out_proj"),
+  ]
+
+
+def moe_rows() -> Sequence[Row]:
+  """Rows of a mixture of experts with a gated shared MLP."""
+  return [
+    *linear("mlp.gate", "router"),
+    *experts("mlp.experts.{expert}.gate_proj.weight", "gate"),
+    *experts("mlp.experts.{expert}.up_proj.weight", "up"),
+    *experts("mlp.experts.{expert}.down_proj.weight", "down"),
+    *swiglu("mlp.shared_expert.", "shared."),
+    *linear("mlp.shared_expert_gate", "shared_gate"),
+  ]
 
 
 FAMILIES = (
