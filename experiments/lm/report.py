@@ -58,17 +58,8 @@ def bits_over_time(lines: Sequence[dict]) -> Figure:
     end = [[line["steps"], line["seconds"], line["bits_per_byte"]]]
     axis.plot(minutes(held_out + end), value(held_out + end), "o-", markersize=4, **style)
   for n, (name, bits) in enumerate(lines[0]["references"].items()):
-    axis.axhline(bits, color="0.4", linestyle=(":", "--", "-.")[n % 3], linewidth=1)
-    axis.annotate(
-      f"{name} {bits:.2f}",
-      (1, bits),
-      (-4, 2),
-      ("axes fraction", "data"),
-      "offset points",
-      ha="right",
-      fontsize=8,
-      color="0.3",
-    )
+    level: dict[str, Any] = dict(color=f"C{len(lines) + n}", linestyle=(":", "--", "-.")[n % 3], linewidth=1)
+    axis.axhline(bits, label=f"{name}: {bits:.3f}", **level)
   lowest = min(*(line["bits_per_byte"] for line in lines), *lines[0]["references"].values())
   axis.set(xlabel="minutes", ylabel="bits per byte", ylim=(lowest - 0.1, 4))
   axis.set_title("Held-out files (points) and training (faint)", fontsize=10)
