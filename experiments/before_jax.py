@@ -5,13 +5,18 @@
    set.
 2. Ctrl-C prints one line instead of a traceback, during the imports that follow too. A script says
    in that line what becomes of its results: it adds a note to the KeyboardInterrupt.
+3. `STARTED` is `time.perf_counter()` when the script began, for scripts with a limit of time: the
+   imports take seconds.
 """
 
 import ctypes
 import os
 import pathlib
 import sys
+import time
 import types
+
+STARTED = time.perf_counter()
 
 
 def has_driver() -> bool:

@@ -145,6 +145,11 @@ class LanguageModel(nnx.Module):
     check_given(x=(x, "... D"))
     return _head(self, jnp.asarray(x))
 
+  def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Returns the inputs of the first layer. A subclass may embed its tokens in another way."""
+    x = self.embedding[...].at[tokens].get(mode="clip").astype(self.stream_dtype)
+    return x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
+
   def init_state(self, batch: int, max_length: int | None = None, *, dtype=None) -> ModelState:
     """Returns the state before the first token: zeros.
 
@@ -215,10 +220,7 @@ def _forward(wanted: str, graph, parameters, tokens, state, segment_ids):
 def _compute(wanted: str, model: LanguageModel, tokens, state, segment_ids):
   """Returns what is wanted ("logits", "hidden" or "streams"), and the state."""
   documents = follow(_first(state), tokens.shape, segment_ids)
-  x = model.embedding[...].at[tokens].get(mode="clip").astype(model.stream_dtype)
-  if model.config.embedding_multiplier != 1:
-    x = x * model.config.embedding_multiplier
-  x = documents.blank_padding(x)
+  x = documents.blank_padding(model.embed(tokens).astype(model.stream_dtype))
   streams, after = [x[None]], []
   for n, stack in enumerate(model.stacks):
     states = None if state is None else state[n]

@@ -1,0 +1,1 @@
+"""Parts of `lm.py`: text, references, model, training, checkpoints, table and figure."""
