@@ -58,7 +58,9 @@ def bits_over_time(lines: Sequence[dict]) -> Figure:
     end = [[line["steps"], line["seconds"], line["bits_per_byte"]]]
     axis.plot(minutes(held_out + end), value(held_out + end), "o-", markersize=4, **style)
   for n, (name, bits) in enumerate(lines[0]["references"].items()):
-    level: dict[str, Any] = dict(color=f"C{len(lines) + n}", linestyle=(":", "--", "-.")[n % 3], linewidth=1)
+    level: dict[str, Any] = dict(
+      color=f"C{len(lines) + n}", linestyle=(":", "--", "-.")[n % 3], linewidth=1
+    )
     axis.axhline(bits, label=f"{name}: {bits:.3f}", **level)
   lowest = min(*(line["bits_per_byte"] for line in lines), *lines[0]["references"].values())
   axis.set(xlabel="minutes", ylabel="bits per byte", ylim=(lowest - 0.1, 4))
