@@ -12,7 +12,6 @@ loop, and the bytes of the state. Compiling happens before the clock starts, and
 """
 
 import dataclasses
-import importlib
 import pathlib
 import sys
 import time
@@ -24,6 +23,7 @@ import cli
 import jax
 from text import Text
 
+import lajax
 from lajax.models import Completion, complete
 
 PROG = "generate.py"
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cli.use_device(config.device)
     text = Text(config.model)
     prompt = text.encode(config.prompt, chat=not config.raw)
-    model = importlib.import_module("lajax.models").load(config.model)
+    model = lajax.models.load(config.model)
     run(config, model, text, prompt)
   except (ValueError, ImportError) as error:
     cli.fail(PROG, str(error))
