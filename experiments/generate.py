@@ -36,7 +36,7 @@ class Config:
   model: pathlib.Path = pathlib.Path()
   """Folder of the checkpoint."""
   prompt: str = ""
-  """What the text begins with, or what the user of a chat says."""
+  """Beginning of the text, or the first message of a chat."""
   raw: bool = False
   """Leave the folder's chat template out."""
   max_tokens: int = 128
@@ -50,7 +50,7 @@ class Config:
   min_p: float | None = None
   """Draw from tokens of at least this part of the largest probability."""
   seed: int = 0
-  """Of the drawn tokens."""
+  """Seed of the drawn tokens."""
   prefill_piece: int = 256
   """Tokens of the prompt per call."""
   device: str = "auto"

@@ -1,4 +1,4 @@
-"""What others make of the same bytes: gzip, xz, and a context model with Witten-Bell smoothing."""
+"""Bits per byte of the same text by gzip, xz, and a context model with Witten-Bell smoothing."""
 
 import gzip
 import lzma

@@ -1,4 +1,4 @@
-"""How far a run is, from 0 to 1, by the clock or by steps, and the learning rate that follows."""
+"""Progress of a run from 0 to 1, by the clock or by steps, and its learning rate."""
 
 import time
 

@@ -44,7 +44,7 @@ def hgrn_lower_bounds(logits: Float[Array, "L *D"]) -> Float[Array, "L *D"]:
 
 
 def lower_bound_of(bound: float | Array, shape: tuple[int, ...]) -> "float | LowerBound":
-  """The bound as a layer keeps it: a number, or a Variable of an array of `shape`."""
+  """The bound in the form in which it is stored: a number, or a Variable of shape `shape`."""
   if isinstance(bound, (Array, np.ndarray)) and bound.ndim:
     letters = [f"D{n}" for n in range(len(shape))]
     check(dict(zip(letters, shape, strict=True)), lower_bound=(bound, " ".join(letters)))

@@ -43,7 +43,7 @@ class NormConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ResidualConfig:
-  """How a part f of a block joins the residual stream x.
+  """The way in which a part f of a block joins the residual stream x.
 
   pre:     x <- alpha x + beta f(norm(x))
   post:    x <- alpha x + beta norm(f(x))

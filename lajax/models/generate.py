@@ -228,7 +228,7 @@ def _first_of_equal(graph: Graph) -> Graph:
 
 
 class Rows(NamedTuple):
-  """What the loop carries from token to token, beside the model's state."""
+  """Values that the loop carries from token to token, besides the model's state."""
 
   token: Int[Array, "B"]  # the last one, which the model has not read yet
   running: Bool[Array, "B"]

@@ -60,7 +60,7 @@ class Prompts(NamedTuple):
 
 
 class Request(NamedTuple):
-  """What is asked of each row; None where an option is left out of the program."""
+  """Sampling options of each row; None where an option is left out of the program."""
 
   keys: Array | None  # [B]
   temperature: Float[np.ndarray, "B"] | None

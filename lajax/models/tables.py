@@ -187,7 +187,7 @@ class Tables:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where the tensors of a row stand in a model.
+  """The place of a row's tensors in a model.
 
   Attributes:
     tensors: their full names.
