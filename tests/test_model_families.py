@@ -159,6 +159,18 @@ def test_a_saved_checkpoint_is_bitwise_the_one_that_was_loaded(name, tmp_path):
   )
 
 
+def test_loading_says_which_tensors_a_text_model_leaves_out(caplog):
+  """One line of the log, with their number by the beginning of their names; none without any."""
+  with caplog.at_level("INFO", "lajax.models"):
+    lajax.models.load(oracle("qwen3_5_multimodal").folder)
+    lajax.models.load(oracle("qwen3_5_tied").folder)
+  theirs = load_file(oracle("qwen3_5_multimodal").folder / "model.safetensors")
+  count = sum(n.startswith("model.visual.") for n in theirs)
+  (line,) = caplog.messages
+  assert count > 0
+  assert f"{count} of model.visual.*" in line
+
+
 # --- published configs ----------------------------------------------------------------------------
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.json")) if ROOT else []

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 * 2**30  # of a file that `save` writes
 SHOWN = 12  # names in a message
 ChooseSharding = Callable[[str, tuple[int, ...]], Sharding | None]
+LOG = logging.getLogger("lajax.models")
 
 
 def from_config(
@@ -64,6 +66,8 @@ def load(
   """Returns the model of a checkpoint's folder.
 
   Tensors are read one by one onto the devices, so that the host never holds more than two of them.
+  Those that a text model has no place for (of a vision tower, or of multi-token prediction) are
+  left out; one line of the logger "lajax.models" says how many.
 
   Args:
     folder: with config.json and model.safetensors, or model.safetensors.index.json and the files
@@ -87,6 +91,7 @@ def load(
   found = list(places(model, tables))
   derived = {name for name, _ in derived_tensors(model, tables)}
   _check_tensors(files, found, derived, tables, config)
+  _say_left_out(_left_out(files, tables, config), folder)
   paths = {id(v): "/".join(map(str, p)) for p, v in nnx.iter_graph(model) if _is_variable(v)}
   dtypes: dict[int, Any] = {}
   for place in found:
@@ -237,8 +242,8 @@ def _check_tensors(
 ) -> None:
   """ValueError that names the tensors which are missing, unknown or misshapen."""
   wanted = {name: place for place in found for name in place.tensors}
-  ignored = tables.ignored + (("lm_head.",) if config.tied_head else ())
-  there = {name for name in files.handles if not name.startswith(ignored)} - derived
+  left_out = _left_out(files, tables, config)
+  there = set(files.handles) - set().union(*left_out.values()) - derived
   problems = {
     "missing": sorted(wanted.keys() - there),
     "unknown": sorted(there - wanted.keys()),
@@ -257,6 +262,19 @@ def _check_tensors(
     raise ValueError(
       "the checkpoint does not have the tensors of its config.json. " + "; ".join(lines)
     )
+
+
+def _left_out(files: _Files, tables: Tables, config: ModelConfig) -> dict[str, list[str]]:
+  """Returns the tensors that the model leaves out, by the beginning of their names."""
+  beginnings = tables.ignored + (("lm_head.",) if config.tied_head else ())
+  found = {b: [name for name in files.handles if name.startswith(b)] for b in beginnings}
+  return {beginning: names for beginning, names in found.items() if names}
+
+
+def _say_left_out(left_out: Mapping[str, list[str]], folder: pathlib.Path) -> None:
+  if left_out:
+    parts = ", ".join(f"{len(names)} of {b}*" for b, names in left_out.items())
+    LOG.warning("load leaves out tensors that a text model does not use: %s (%s)", parts, folder)
 
 
 def _written(array, part: np.ndarray, index: tuple[int, ...], shape, dtype, sharding):
