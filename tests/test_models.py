@@ -205,6 +205,26 @@ def test_experts_are_the_loop_over_tokens(name):
     assert worst(out, y) <= 2e-5 * max(1, np.abs(out).max())
 
 
+# --- Sophia ---------------------------------------------------------------------------------------
+
+
+def test_sophia_carries_336_matrices_of_96_by_96():
+  """3,096,576 numbers at any length, 6.19 MB in bfloat16; a loop over a period of 4."""
+  made = M.sophia()
+  kinds = [block.mixers[0].layer for block in made.blocks]
+  assert kinds == [L.KimiDeltaAttention, L.KimiDeltaAttention, L.KimiDeltaAttention, L.MLA] * 7
+  whole = abstract(made)
+  assert [(s.repeats, len(s.blocks)) for s in whole.stacks] == [(7, 4)]
+  for length in (1, 4096):
+    size = lajax.cost.memory(whole, length)
+    assert size.state.numbers == 336 * 96 * 96 == 3_096_576
+    assert size.state.bytes_in(jnp.bfloat16) == 6_193_152
+    assert size.cache.numbers == 7 * length * (512 + 64)
+  small = abstract(M.sophia(300, d_model=64, mlp=0, tied_head=False))
+  assert lajax.cost.memory(small, 1).state.numbers == 3_096_576
+  assert small.head.shape == (64, 300)
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 

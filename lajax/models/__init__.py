@@ -12,6 +12,7 @@ from lajax.models.config import (
   ResidualConfig,
   hybrid_config,
 )
+from lajax.models.families.sophia import sophia
 from lajax.models.language_model import LanguageModel, ModelState
 from lajax.models.recall import GatedShortConv, RecallModel, masked_positions, recall_loss
 
@@ -34,5 +35,6 @@ __all__ = [
   "masked_positions",
   "recall_loss",
   "save",
+  "sophia",
   "tensors",
 ]
