@@ -12,6 +12,7 @@ from lajax.models.config import (
   ResidualConfig,
   hybrid_config,
 )
+from lajax.models.families.sophia import sophia
 from lajax.models.generate import Completion, complete, generate
 from lajax.models.language_model import LanguageModel, ModelState
 from lajax.models.recall import GatedShortConv, RecallModel, masked_positions, recall_loss
@@ -40,5 +41,6 @@ __all__ = [
   "recall_loss",
   "sample",
   "save",
+  "sophia",
   "tensors",
 ]

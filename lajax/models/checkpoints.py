@@ -2,10 +2,12 @@
 
 import functools
 import json
+import logging
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 * 2**30  # of a file that `save` writes
 SHOWN = 12  # names in a message
 ChooseSharding = Callable[[str, tuple[int, ...]], Sharding | None]
+LOG = logging.getLogger("lajax.models")
 
 
 def from_config(
@@ -64,6 +67,8 @@ def load(
   """Returns the model of a checkpoint's folder.
 
   Tensors are read one by one onto the devices, so that the host never holds more than two of them.
+  Those that a text model has no place for (of a vision tower, or of multi-token prediction) are
+  left out; one line of the logger "lajax.models" says how many.
 
   Args:
     folder: with config.json and model.safetensors, or model.safetensors.index.json and the files
@@ -87,6 +92,7 @@ def load(
   found = list(places(model, tables))
   derived = {name for name, _ in derived_tensors(model, tables)}
   _check_tensors(files, found, derived, tables, config)
+  _say_left_out(_left_out(files, tables, config), folder)
   paths = {id(v): "/".join(map(str, p)) for p, v in nnx.iter_graph(model) if _is_variable(v)}
   dtypes: dict[int, Any] = {}
   for place in found:
@@ -204,29 +210,60 @@ def _local(folder: str | os.PathLike) -> pathlib.Path:
 # --- reading --------------------------------------------------------------------------------------
 
 
+class _Tensor(NamedTuple):
+  """Where a tensor stands in a safetensors file."""
+
+  file: pathlib.Path
+  dtype: str
+  shape: tuple[int, ...]
+  offset: int
+
+
 class _Files:
-  """The tensors of a folder's safetensors files, by name."""
+  """The tensors of a folder's safetensors files, by name.
+
+  Tensors are read and not mapped: the pages of a mapped file count as memory of the process.
+  """
 
   def __init__(self, folder: pathlib.Path):
     if (folder / INDEX).is_file():
       names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     else:
       names = [SINGLE]
-    self.handles: dict[str, Any] = {}
+    self.tensors: dict[str, _Tensor] = {}
     for name in names:
       if not (folder / name).is_file():
         raise FileNotFoundError(f"the checkpoint {folder} has no file {name}")
-      handle = safetensors.safe_open(folder / name, "np")
-      self.handles |= dict.fromkeys(handle.keys(), handle)
+      self.tensors |= _tensors_of(folder / name)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    return tuple(self.handles[name].get_slice(name).get_shape())
+    return self.tensors[name].shape
 
   def dtype(self, name: str) -> np.dtype:
-    return jnp.dtype(DTYPES[self.handles[name].get_slice(name).get_dtype()])
+    dtype = self.tensors[name].dtype
+    if dtype not in DTYPES:
+      raise ValueError(f"the tensor {name} must be of {', '.join(DTYPES)}; got {dtype}.")
+    return jnp.dtype(DTYPES[dtype])
 
   def read(self, name: str) -> np.ndarray:
-    return self.handles[name].get_tensor(name)
+    x = self.tensors[name]
+    flat = np.fromfile(x.file, self.dtype(name), math.prod(x.shape), offset=x.offset)
+    return flat.reshape(x.shape)
+
+
+def _tensors_of(file: pathlib.Path) -> dict[str, _Tensor]:
+  """Returns the tensors of a file: 8 bytes with the length of its header, JSON, then numbers."""
+  with safetensors.safe_open(file, "np"):  # says what is wrong with a damaged file
+    pass
+  with file.open("rb") as stream:
+    length = int.from_bytes(stream.read(8), "little")
+    header = json.loads(stream.read(length))
+  header.pop("__metadata__", None)
+  start = 8 + length
+  return {
+    name: _Tensor(file, x["dtype"], tuple(x["shape"]), start + x["data_offsets"][0])
+    for name, x in header.items()
+  }
 
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -237,8 +274,8 @@ def _check_tensors(
 ) -> None:
   """ValueError that names the tensors which are missing, unknown or misshapen."""
   wanted = {name: place for place in found for name in place.tensors}
-  ignored = tables.ignored + (("lm_head.",) if config.tied_head else ())
-  there = {name for name in files.handles if not name.startswith(ignored)} - derived
+  left_out = _left_out(files, tables, config)
+  there = set(files.tensors) - set().union(*left_out.values()) - derived
   problems = {
     "missing": sorted(wanted.keys() - there),
     "unknown": sorted(there - wanted.keys()),
@@ -259,6 +296,19 @@ def _check_tensors(
     )
 
 
+def _left_out(files: _Files, tables: Tables, config: ModelConfig) -> dict[str, list[str]]:
+  """Returns the tensors that the model leaves out, by the beginning of their names."""
+  beginnings = tables.ignored + (("lm_head.",) if config.tied_head else ())
+  found = {b: [name for name in files.tensors if name.startswith(b)] for b in beginnings}
+  return {beginning: names for beginning, names in found.items() if names}
+
+
+def _say_left_out(left_out: Mapping[str, list[str]], folder: pathlib.Path) -> None:
+  if left_out:
+    parts = ", ".join(f"{len(names)} of {b}*" for b, names in left_out.items())
+    LOG.warning("load leaves out tensors that a text model does not use: %s (%s)", parts, folder)
+
+
 def _written(array, part: np.ndarray, index: tuple[int, ...], shape, dtype, sharding):
   """Returns a parameter on its devices, with one layer's (and expert's) part written in place."""
   if all(n == 1 for n in shape[: len(index)]):
@@ -266,7 +316,8 @@ def _written(array, part: np.ndarray, index: tuple[int, ...], shape, dtype, shar
   if array is None:
     array = jnp.zeros(shape, dtype, device=sharding)
   options = {} if sharding is None else {"out_shardings": sharding}
-  return _writer(**options)(array, part, np.asarray(index, np.int32))
+  written = _writer(**options)(array, part, np.asarray(index, np.int32))
+  return jax.block_until_ready(written)  # before the next tensor is read: the host holds no queue
 
 
 @functools.cache
@@ -274,9 +325,17 @@ def _writer(**options):
   def write(array, part, index):
     starts = [*index, *(np.int32(0) for _ in part.shape)]
     piece = part.astype(array.dtype).reshape((1,) * index.shape[0] + part.shape)
-    return jax.lax.dynamic_update_slice(array, piece, starts)
+    written = jax.lax.dynamic_update_slice(_bits(array), _bits(piece), starts)
+    return jax.lax.bitcast_convert_type(written, array.dtype)
 
   return jax.jit(write, donate_argnums=0, **options)
+
+
+def _bits(x):
+  """Returns half precision as integers. XLA's CPU computes on it in float32, so that one slice of
+  an array would cost a conversion of the whole array.
+  """
+  return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -208,11 +208,11 @@ def _forward(wanted: str, graph, parameters, tokens, state, segment_ids):
   def specs(parameters, tokens, state, segment_ids):
     rows = spec_of(tokens)
     y = PartitionSpec(None, *rows) if wanted == "streams" else rows
-    shapes = jax.eval_shape(f, parameters, tokens, state, segment_ids)[1]
+    of_state = PartitionSpec(None, rows[0])
     if state is None:
-      return y, jax.tree.map(lambda s: PartitionSpec(None, rows[0]), shapes)
-    laid_out = lambda s, _: PartitionSpec(None, rows[0]) if explicit_mesh(s) is None else spec_of(s)
-    return y, jax.tree.map(laid_out, state, shapes)
+      return y, of_state
+    laid_out = lambda s: of_state if explicit_mesh(s) is None else spec_of(s)
+    return y, jax.tree.map(laid_out, state)
 
   return on_automatic_axes(f, specs)(parameters, tokens, state, segment_ids)
 
