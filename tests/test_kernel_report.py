@@ -40,11 +40,9 @@ def check(rows):
   ("architecture", "dtype", "family", "gate", "D"),
   [
     ("sm_90a", "bfloat16", "linear_attention", "head", 128),
-    ("sm_90a", "bfloat16", "delta_rule", "head", 128),
     ("sm_86", "float32", "dplr", "channel", 64),
     ("sm_80", "bfloat16", "attention", "none", 128),
     ("sm_90a", "float32", "linear_recurrence", "none", 128),
-    ("sm_90a", "bfloat16", "short_conv", "none", 128),
     ("sm_80", "float32", "gated_rms_norm", "none", 128),
   ],
 )
