@@ -23,8 +23,7 @@ import cli
 import jax
 from text import Text
 
-import lajax
-from lajax.models import Completion, complete
+from lajax.models import Completion, complete, load
 
 PROG = "generate.py"
 
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cli.use_device(config.device)
     text = Text(config.model)
     prompt = text.encode(config.prompt, chat=not config.raw)
-    model = lajax.models.load(config.model)
+    model = load(config.model)
     run(config, model, text, prompt)
   except (ValueError, ImportError) as error:
     cli.fail(PROG, str(error))

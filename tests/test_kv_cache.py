@@ -58,7 +58,7 @@ def dtypes(state):
     pytest.param("bfloat16", "float64", 1e-12, id="float64", marks=pytest.mark.slow),
   ],
 )
-@each_layer
+@pytest.mark.parametrize("name", ["window", "MLA", "ForgettingAttention"])
 def test_two_calls_equal_one(name, param_dtype, dtype, bound):
   """The cache has the computation's dtype: what it holds is not rounded, whatever the parameters'.
 

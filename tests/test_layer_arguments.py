@@ -147,20 +147,13 @@ def test_wrong_arguments_of_a_call(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in EACH])
-@pytest.mark.parametrize(
-  "options",
-  [
-    pytest.param({"param_dtype": jnp.bfloat16}, id="parameters"),
-    pytest.param({"dtype": jnp.bfloat16}, id="computation"),
-  ],
-)
-def test_strict_promotion_in_bfloat16(case, options):
+def test_strict_promotion_in_bfloat16(case):
   """Calls and gradients trace where JAX promotes no rank and no dtype.
 
   In float32 all tests of layers show it: the suite sets these flags.
   """
   dtype = jnp.bfloat16
-  graph, params = nnx.split(nnx.eval_shape(lambda: case.make(**options)))
+  graph, params = nnx.split(nnx.eval_shape(lambda: case.make(param_dtype=dtype)))
   x = jax.ShapeDtypeStruct((2, 3, D), dtype)
   ids = np.zeros((2, 3), np.int32)
 

@@ -88,8 +88,14 @@ def agree_in_all(got: Result, want: Result):
   agree(got.dparams, want.dparams, "gate")
 
 
-@every_layer
-@pytest.mark.parametrize("cuts", [(17,), (1, 17, 20, 37, 63, 64, 65, 69)], ids=str)
+CUTS = (1, 17, 20, 37, 63, 64, 65, 69)
+
+
+@pytest.mark.parametrize(
+  ("case", "cuts"),
+  [pytest.param(*p.values, (17,), id=f"{p.id}-two") for p in FAST]
+  + [pytest.param(*p.values, CUTS, id=p.id, marks=p.marks) for p in FULL],
+)
 def test_split_is_whole(case, cuts):
   m = compiled(case)
   state, dstate, want = packed(case)
