@@ -255,7 +255,8 @@ def test_learned_lower_bounds(kind):
 def test_lightning_forgets_less_in_later_layers():
   kept = []
   for layer_index in range(4):
-    graph, params = drawn(L.Lightning, 4, 4, layer_index=layer_index, num_layers=4)
+    layer = L.Lightning(D, 4, 4, layer_index=layer_index, num_layers=4, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(layer)
     state = nnx.merge(graph, params).init_state(1)._replace(memory=jnp.ones((1, 4, 4, 4)))
     _, state = called(graph, params, np.zeros((1, 1, D), np.float32), state)
     kept.append(np.asarray(state.memory)[0, :, 0, 0])

@@ -89,7 +89,8 @@ class Lightning(Mixer):
 
   def mix(self, p, memory, documents):
     q, k, v = (jax.nn.silu(p[name]) for name in "qkv")
-    slopes = self.slopes[...].astype(wide_dtype(q.dtype))
+    # No gradient: a step along that of all variables must not train them.
+    slopes = jax.lax.stop_gradient(self.slopes[...]).astype(wide_dtype(q.dtype))
     g = jnp.broadcast_to(-slopes[None, None], q.shape[:3])
     o, memory = self.apply_op(
       linear_attention, q, k, v, g, scale=self.scale, memory=memory, documents=documents
