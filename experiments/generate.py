@@ -23,7 +23,8 @@ import cli
 import jax
 from text import Text
 
-from lajax.models import Completion, complete, load
+from lajax import models
+from lajax.models import Completion, complete
 
 PROG = "generate.py"
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cli.use_device(config.device)
     text = Text(config.model)
     prompt = text.encode(config.prompt, chat=not config.raw)
-    model = load(config.model)
+    model = models.load(config.model)
     run(config, model, text, prompt)
   except (ValueError, ImportError) as error:
     cli.fail(PROG, str(error))
