@@ -4,6 +4,7 @@ Tests in float64 enter `jax.enable_x64(True)` themselves (`cases.evaluate` does)
 fixture `x64`. The flag is never set for the process: a test of float32 runs what a user runs.
 """
 
+import collections
 import gc
 import pathlib
 import sys
@@ -68,12 +69,33 @@ SHARING = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+SLOW_ROWS = 8  # slow rows of one test in a plain run; the others are `exhaustive`
+
+
+def mark_exhaustive(items):
+  """Marks slow rows of a test as `exhaustive`, beyond a number of them spread evenly over all.
+
+  A plain run leaves them out: they repeat a law on further layers, cases and sizes.
+  """
+  rows = collections.defaultdict(list)
+  for item in items:
+    if item.get_closest_marker("slow"):
+      rows[item.path, item.originalname].append(item)
+  for found in rows.values():
+    count = min(SLOW_ROWS, len(found))
+    kept = {round(n * (len(found) - 1) / max(1, count - 1)) for n in range(count)}
+    for n, item in enumerate(found):
+      if n not in kept:
+        item.add_marker(pytest.mark.exhaustive)
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the markers
 def pytest_collection_modifyitems(items):
   """Groups tests by file for `--dist loadgroup`, unless they name a group of their own.
 
   A test marked `gpu` says where no GPU is found.
   """
+  mark_exhaustive(items)
   has_gpu = jax.default_backend() == "gpu"
   for item in items:
     file = item.path.stem
