@@ -211,7 +211,7 @@ def _local(folder: str | os.PathLike) -> pathlib.Path:
 
 
 class _Tensor(NamedTuple):
-  """Where a tensor stands in a safetensors file."""
+  """The place of a tensor in a safetensors file."""
 
   file: pathlib.Path
   dtype: str
