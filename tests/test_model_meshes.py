@@ -1,5 +1,7 @@
 """A whole model on two devices gives the numbers of one: logits, state, a step of gradients."""
 
+import tempfile
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +62,24 @@ def report() -> dict[str, list[str]]:
   want = run(parameters, TOKENS, IDS + 1, jax.device_get(want["state"]))
   got = run(everywhere, tokens, place(IDS + 1, "data"), got["state"])
   found["second call"] = differences(got, want) + layouts(got)
+  found["load"] = differences_of_loading(nnx.merge(graph, parameters), mesh)
   return found
+
+
+def differences_of_loading(model, mesh) -> list[str]:
+  """Says which parameters, written and read onto two devices, have other numbers or layouts."""
+
+  def chosen(path: str, shape: tuple[int, ...]) -> NamedSharding:
+    axes = [None] * (len(shape) - 1) + ["data" if shape[-1] % 2 == 0 else None]
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+  with tempfile.TemporaryDirectory() as folder:
+    M.save(model, folder)
+    read = M.load(folder, sharding=chosen)
+  want, got = (nnx.to_flat_state(nnx.state(m)) for m in (model, read))
+  lines = differences([p[...] for _, p in got], [p[...] for _, p in want])
+  wrong = [path for path, p in got if p[...].sharding != chosen("", p.shape)]
+  return lines + [f"{path} has another sharding" for path in wrong]
 
 
 def differences(got, want) -> list[str]:

@@ -17,6 +17,7 @@ import safetensors.numpy
 from flax import nnx
 from jax.sharding import Sharding
 
+from lajax._meshes import on_automatic_axes, spec_of
 from lajax._numerics import promoted
 from lajax._shapes import check_dtype_option
 from lajax.models.config import ModelConfig
@@ -328,7 +329,8 @@ def _writer(**options):
     written = jax.lax.dynamic_update_slice(_bits(array), _bits(piece), starts)
     return jax.lax.bitcast_convert_type(written, array.dtype)
 
-  return jax.jit(write, donate_argnums=0, **options)
+  on_any_mesh = on_automatic_axes(write, lambda array, *_: spec_of(array))
+  return jax.jit(on_any_mesh, donate_argnums=0, **options)
 
 
 def _bits(x):
