@@ -41,6 +41,7 @@
 | normalizer | z, the decayed sum of keys by which a normalised output is divided |
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -233,6 +234,31 @@ def check_below_infinity(segment_ids=None, /, **gates) -> None:
   _check_values(segment_ids, gates, "no +inf, which has no weight relative to itself", jnp.isposinf)
 
 
+def check_bound(bound, segment_ids=None, g=None) -> float | None:
+  """Returns the declared lower bound of log decays, or None; ValueError for a decay below it."""
+  if bound is None:
+    return None
+  if check_number("bound", bound) >= 0:
+    raise ValueError(
+      "`bound` must be a negative number that no log decay is below, such as -5.0, or None; got "
+      f"{bound}."
+    )
+  if g is not None:
+    wanted = f"no log decay below the declared bound {bound}"
+    _check_values(segment_ids, {"g": g}, wanted, _Below(float(bound)))
+  return float(bound)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Below:
+  """Says which values are below a bound, in their own dtype: -5.01 as bfloat16 is -5."""
+
+  bound: float
+
+  def __call__(self, x):
+    return x < np.asarray(self.bound).astype(x.dtype)
+
+
 def _check_values(segment_ids, gates, wanted: str, is_bad) -> None:
   for name, x in gates.items():
     if not hasattr(x, "dtype") or isinstance(x, Tracer) or isinstance(segment_ids, Tracer):
@@ -249,7 +275,8 @@ def _count(x, segment_ids, is_bad) -> int:
   """Number of bad values outside padding. On a CPU NumPy counts: a new length compiles nothing."""
   if not all(_on_host(a) for a in (x, segment_ids)):
     return int(_count_on_device(x, segment_ids, is_bad))
-  bad = getattr(np, is_bad.__name__)(np.asarray(x))
+  on_host = is_bad if isinstance(is_bad, _Below) else getattr(np, is_bad.__name__)
+  bad = on_host(np.asarray(x))
   if segment_ids is not None and bad.any():
     bad &= _like(np.asarray(segment_ids) >= 0, bad)
   return int(bad.sum())

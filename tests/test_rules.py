@@ -62,7 +62,7 @@ def elementwise(rng, gate):
 
 RULES = {
   "linear": (linear_attention.rule, additive),
-  "reading_before": (linear_attention.reading_before, additive),
+  "reading_before": (linear_attention.rule_of(before=True), additive),
   "normalized": (linear_attention.normalized(1e-6), positive),
   "delta": (delta_rule.rule, corrected),
   "by_rows": (delta_rule.by_rows, by_rows),

@@ -146,9 +146,11 @@ def main_table(lines: list[dict], published: dict[tuple, str]) -> Table:
 
 
 def rate_table(lines: list[dict]) -> Table | None:
-  """Makes a table of the accuracy at every learning rate; None if there is only one."""
+  """Makes a table of the accuracy at every learning rate; None if each mixer has only one."""
   rates = sorted({line["learning_rate"] for line in lines})
-  if len(rates) < 2:
+  if len(rates) < 2 or len({(line["mixer"], line["learning_rate"]) for line in lines}) == len(
+    {line["mixer"] for line in lines}
+  ):
     return None
   table = Table(title="Accuracy by learning rate (* best)")
   table.add_column("mixer", no_wrap=True)

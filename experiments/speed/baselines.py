@@ -225,6 +225,7 @@ PLAIN: dict[str, dict[str, Baseline]] = {
     "jax.nn.dot_product_attention": Baseline(dot_product_attention),
   },
   "rwkv6": {TOKEN_SCAN: Baseline(rwkv6)},
+  "kda_bounded": {TOKEN_SCAN: Baseline(delta_rule)},
   "gdn2": {TOKEN_SCAN: Baseline(gdn2)},
   "delta_product": {TOKEN_SCAN: Baseline(delta_product)},
   "gated_oja": {TOKEN_SCAN: Baseline(gated_oja)},

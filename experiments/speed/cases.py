@@ -11,6 +11,7 @@ import lajax
 import lajax.recurrence as R
 
 STEPS = 2  # delta steps per token of delta_product
+BOUND = -5.0  # of the log decays of kda_bounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,11 @@ def _gdn2(rng, c, T):
     "erase": _sigmoid(rng, *x["k"].shape),
     "write": _sigmoid(rng, *x["v"].shape),
   }
+
+
+def _bounded(rng, c, T):
+  x = _delta(rng, c, T)
+  return x | {"g": BOUND * _sigmoid(rng, *x["k"].shape)}
 
 
 def _delta_product(rng, c, T):
@@ -146,6 +152,13 @@ CORE: dict[str, Op] = {  # timed by default
 }
 
 OPS: dict[str, Op] = CORE | {
+  "kda_bounded": Op(
+    functools.partial(lajax.delta_rule, bound=BOUND),
+    _bounded,
+    R.delta_rule_step,
+    _matrix_size,
+    meaning=f"kda with log decays of at least {BOUND:g}, and this bound declared",
+  ),
   "rwkv6": _linear(
     draw=_rwkv6, meaning="gla with a bonus for the token itself", untimed=("bonus",)
   ),

@@ -133,7 +133,9 @@ class KimiDeltaAttention(Mixer):
       g = softplus_decay(f, A_log, dt_bias)
     else:
       g = bounded_decay(f, A_log, dt_bias, self.lower_bound)
-    o, memory = self.apply_op(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)
+    o, memory = self.apply_op(
+      delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents, bound=self.lower_bound
+    )
     return self.norm(o, self._gate(p, o.shape)), memory
 
   def _gate(self, p, shape):

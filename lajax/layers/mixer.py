@@ -195,6 +195,7 @@ class Mixer(StatefulLayer):
     memory,
     documents: CallDocuments,
     scale: float | None = None,
+    **options: Any,
   ) -> tuple[Array, Any]:
     """Calls an op on this layer's arrays with its memory, documents, impl and chunk size."""
     return op(
@@ -204,6 +205,7 @@ class Mixer(StatefulLayer):
       impl=self.impl,
       chunk_size=self.chunk_size,
       scale=scale,
+      **options,
     )
 
   # --- what all of them do ---

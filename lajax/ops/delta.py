@@ -21,6 +21,7 @@ def delta_rule(
   segment_ids: Int[Array, "B T"] | None = None,
   chunk_size: int | None = None,
   impl: str = "auto",
+  bound: float | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Matrix]:
   """Delta rule: the decayed state is corrected at k towards v.
 
@@ -55,14 +56,17 @@ def delta_rule(
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
       "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k and v are bfloat16,
       else 128.
+    bound: a negative number that no entry of `g` is below, or None if there is no such number. From
+      -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
+      rounding. Under jit, a decay far below it gives numbers that are not finite.
 
   Returns:
     o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
     float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
-      under jit).
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN, or a decay
+      below `bound` (not seen under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Papers: Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (DeltaNet), 2024,
@@ -79,6 +83,7 @@ def delta_rule(
     segment_ids=segment_ids,
     chunk_size=chunk_size,
     impl=impl,
+    bound=bound,
   )
 
 

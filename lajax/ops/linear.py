@@ -22,6 +22,7 @@ def linear_attention(
   segment_ids: Int[Array, "B T"] | None = None,
   chunk_size: int | None = None,
   impl: str = "auto",
+  bound: float | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Matrix]:
   """Additive state with optional decay.
 
@@ -47,14 +48,17 @@ def linear_attention(
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
       "chunked"; "recurrent" for one token).
+    bound: a negative number that no entry of `g` is below, or None if there is no such number. From
+      -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
+      rounding. Under jit, a decay far below it gives numbers that are not finite.
 
   Returns:
     o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
     float32 (float64 if an input is).
 
   Raises:
-    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN (not seen
-      under jit).
+    ValueError: an argument has the wrong rank, size, dtype or value; a gate holds NaN, or a decay
+      below `bound` (not seen under jit).
     NotImplementedError: the named implementation cannot do this.
 
   Papers: no decay: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236,
@@ -75,6 +79,7 @@ def linear_attention(
     segment_ids=segment_ids,
     chunk_size=chunk_size,
     impl=impl,
+    bound=bound,
   )
 
 

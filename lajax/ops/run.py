@@ -20,6 +20,7 @@ from lajax._meshes import on_automatic_axes
 from lajax._numerics import product_precision
 from lajax.recurrence import families
 from lajax.recurrence.chunks import chunked
+from lajax.recurrence.decays import LOWEST_BOUND
 from lajax.recurrence.documents import blank_padding, packing
 from lajax.recurrence.families import Call, Family, Problem
 from lajax.recurrence.tokens import associative, recurrent
@@ -52,6 +53,7 @@ class Options(NamedTuple):
   chunk_size: int | None = None
   scale: float | None = None  # None where it is traced, or where nothing is scaled
   eps: float = 0.0
+  bounded: bool = False  # chunks may use that no log decay is below `decays.LOWEST_BOUND`
 
 
 def call(
@@ -64,6 +66,7 @@ def call(
   segment_ids=None,
   chunk_size: int | None = None,
   impl: str = "auto",
+  bound: float | None = None,
 ):
   """Runs an op: checks its arguments, chooses an implementation, computes (output, final state)."""
   family = op.family
@@ -75,9 +78,11 @@ def call(
   segment_ids = _shapes.check_ids(segment_ids)
   _shapes.check_not_nan(segment_ids, **{name: arrays[name] for name in family.gates})
   _shapes.check_below_infinity(segment_ids, **{name: arrays[name] for name in family.weights})
+  bound = _shapes.check_bound(bound, segment_ids, arrays.get("g"))
   given = Call(dict(arrays), tuple(parts), segment_ids, traced, eps)
   impl = _choose(op, impl, given, sizes, chunk_size)
-  options = Options(impl, chunk_size, number, eps)
+  bounded = impl == "chunked" and bound is not None and bound >= LOWEST_BOUND
+  options = Options(impl, chunk_size, number, eps, bounded)
   o, state = _compute(op, options, given.arrays, given.state, segment_ids, traced)
   return o, state[0] if len(state) == 1 else state
 
@@ -133,7 +138,7 @@ def _compute(op: Op, options: Options, arrays, state, segment_ids, traced_scale)
 
   def compute(arrays, state, segment_ids, traced_scale):
     scale = traced_scale if options.scale is None else options.scale
-    given = Call(arrays, state, segment_ids, scale, options.eps, by_kernels)
+    given = Call(arrays, state, segment_ids, scale, options.eps, by_kernels, options.bounded)
     problem = family.problem(given)
     run = _run_kernels if by_kernels else _run_rule
     tokens = problem.tokens

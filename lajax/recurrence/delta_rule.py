@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from lajax._numerics import diagonal, row_sums, spread, transposed
 from lajax.recurrence.decays import Decay, Masks, decay_of, gate_pullback
 from lajax.recurrence.linear_attention import decay_state, token_decay
-from lajax.recurrence.rule import Affine, Chunk, Pullback, Rule, on_raw_tokens
+from lajax.recurrence.rule import Affine, Chunk, Pullback, Rule, bind, on_raw_tokens
 from lajax.recurrence.triangle import unit_lower_inverse
 
 
@@ -91,8 +91,8 @@ class _Solved(NamedTuple):
     return self.scores[:, 0, :, 0]
 
 
-def _solve(x: Corrections, masks: Masks | None, precision) -> _Solved:
-  d = decay_of(x.g, len(x.k), x.k.dtype, masks)
+def _solve(bounded: bool, x: Corrections, masks: Masks | None, precision) -> _Solved:
+  d = decay_of(x.g, len(x.k), x.k.dtype, masks, bounded)
   readers = jnp.stack([x.q, x.r], axis=1)
   scores = d.scores(readers, x.k[:, None], precision, careful=True)
   return _Solved(d, scores, *_inverse(x, d, scores[:, 1, :, 0], precision))
@@ -106,15 +106,15 @@ def _inverse(
   return T, full(T, x.r * d.from_start), full(T, x.u)
 
 
-def _chunk(x: Corrections, masks: Masks | None, precision) -> Chunk:
-  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
+def _chunk(bounded: bool, x: Corrections, masks: Masks | None, precision) -> Chunk:
+  s, full = _solve(bounded, x, masks, precision), partial(jnp.matmul, precision=precision)
   written = transposed(x.k * s.d.to_end)
   A = diagonal(s.d.total, x.k.shape[-1]) - full(written, s.W)
   return Chunk(A, full(written, s.U), x.q * s.d.from_start - full(s.P, s.W), full(s.P, s.U))
 
 
-def _begin(x: Corrections, masks: Masks | None, do: Array, precision):
-  s, full = _solve(x, masks, precision), partial(jnp.matmul, precision=precision)
+def _begin(bounded: bool, x: Corrections, masks: Masks | None, do: Array, precision):
+  s, full = _solve(bounded, x, masks, precision), partial(jnp.matmul, precision=precision)
   A = diagonal(s.d.total, x.k.shape[-1]) - full(transposed(x.k * s.d.to_end), s.W)
   return Affine(A, full(transposed(x.q * s.d.from_start - full(s.P, s.W)), do)), s
 
@@ -150,9 +150,14 @@ def _finish(
   return Corrections(dq, dk, dreaders[:, 1], du, dg)
 
 
-rule = on_raw_tokens(
-  Rule(_step, _lift, _read, _chunk, pullback=Pullback(_begin, _finish)), _corrections
-)
+def _rule(bounded: bool) -> Rule:
+  pullback = Pullback(bind(_begin, bounded), _finish)
+  rule = Rule(_step, _lift, _read, bind(_chunk, bounded), pullback=pullback)
+  return on_raw_tokens(rule, _corrections)
+
+
+rule = _rule(bounded=False)
+bounded = _rule(bounded=True)  # no log decay is below LOWEST_BOUND
 
 
 # --- read by rows --------------------------------------------------------------------------------

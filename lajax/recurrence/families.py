@@ -36,6 +36,7 @@ class Call(NamedTuple):
   scale: Any  # of the queries: a float, or a traced array without axes
   eps: float = 0.0  # added to the denominator of a normalised output
   by_kernels: bool = False
+  bounded: bool = False  # no log decay is below `decays.LOWEST_BOUND`
 
   @property
   def dtype(self) -> jnp.dtype:
@@ -134,7 +135,8 @@ def _matrix(call: Call) -> Array:
 def _additive(call: Call) -> Problem:
   x = call.arrays
   tokens = linear_attention.AdditiveTokens(x["q"], x["k"], x["v"], x["g"])
-  return Problem(linear_attention.rule, tokens, _matrix(call), call.segment_ids)
+  rule = linear_attention.rule_of(bounded=call.bounded)
+  return Problem(rule, tokens, _matrix(call), call.segment_ids)
 
 
 def _with_bonus(call: Call) -> Problem:
@@ -152,7 +154,8 @@ def _with_bonus(call: Call) -> Problem:
     return o.astype(dtype) + own * v.astype(dtype)
 
   tokens = linear_attention.AdditiveTokens(q, k, v, x["g"])
-  return Problem(linear_attention.reading_before, tokens, _matrix(call), ids, output)
+  rule = linear_attention.rule_of(before=True, bounded=call.bounded)
+  return Problem(rule, tokens, _matrix(call), ids, output)
 
 
 def _normalized(call: Call) -> Problem:
@@ -227,7 +230,8 @@ def _corrected(call: Call) -> Problem:
   x = call.arrays
   erase = x["beta"] if x["erase"] is None else x["erase"]
   tokens = delta_rule.DeltaTokens(x["q"], x["k"], x["v"], erase, x["write"], x["g"])
-  return Problem(delta_rule.rule, tokens, _matrix(call), call.segment_ids)
+  rule = delta_rule.bounded if call.bounded else delta_rule.rule
+  return Problem(rule, tokens, _matrix(call), call.segment_ids)
 
 
 def _corrected_often(call: Call) -> Problem:

@@ -54,6 +54,7 @@ def _read_before(before, after, x: AdditiveTokens):
 # --- chunks --------------------------------------------------------------------------------------
 #
 # `before` is True for a rule whose tokens read the state before their own decay and write.
+# `bounded` is True where no log decay is below LOWEST_BOUND.
 
 
 def _scores(before: bool, d: Decay, x: AdditiveTokens, precision) -> Float[Array, "C 1 C 1"]:
@@ -66,16 +67,18 @@ def _reads(before: bool, d: Decay, x: AdditiveTokens) -> Float[Array, "C K"]:
   return x.q * (d.before if before else d.from_start)
 
 
-def _chunk(before: bool, x: AdditiveTokens, masks: Masks | None, precision) -> Chunk:
-  d = decay_of(x.g, len(x.k), x.k.dtype, masks)
+def _chunk(before: bool, bounded: bool, x: AdditiveTokens, masks: Masks | None, precision) -> Chunk:
+  d = decay_of(x.g, len(x.k), x.k.dtype, masks, bounded)
   full = partial(jnp.matmul, precision=precision)
   scores = _scores(before, d, x, precision)[:, 0, :, 0]
   written = full(transposed(x.k * d.to_end), x.v)
   return Chunk(d.total, written, _reads(before, d, x), full(scores, x.v))
 
 
-def _begin(before: bool, x: AdditiveTokens, masks: Masks | None, do: Array, precision):
-  d = decay_of(x.g, len(x.k), x.k.dtype, masks)
+def _begin(
+  before: bool, bounded: bool, x: AdditiveTokens, masks: Masks | None, do: Array, precision
+):
+  d = decay_of(x.g, len(x.k), x.k.dtype, masks, bounded)
   return Affine(d.total, jnp.matmul(transposed(_reads(before, d, x)), do, precision=precision)), d
 
 
@@ -116,14 +119,14 @@ def _finish(
   return AdditiveTokens(dq[:, 0] + dq_state + dq_own, dk[:, 0] + dk_state + dk_own, dv, dg)
 
 
-def _rule(before: bool) -> Rule:
+def rule_of(*, before: bool = False, bounded: bool = False) -> Rule:
+  """Returns the rule of o = S_t^T q, or, with `before`, of o = S_{t-1}^T q."""
   step, read = (_step_reading_before, _read_before) if before else (_step, _read)
-  pullback = Pullback(bind(_begin, before), bind(_finish, before))
-  return Rule(step, _lift, read, bind(_chunk, before), pullback=pullback)
+  pullback = Pullback(bind(_begin, before, bounded), bind(_finish, before))
+  return Rule(step, _lift, read, bind(_chunk, before, bounded), pullback=pullback)
 
 
-rule = _rule(before=False)
-reading_before = _rule(before=True)  # o = S_{t-1}^T q
+rule = rule_of()
 
 
 # --- divided by the normalizer -------------------------------------------------------------------
