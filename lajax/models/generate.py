@@ -7,17 +7,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax._meshes import explicit_mesh, on_automatic_axes, spec_of
 from lajax._shapes import check_whole
 from lajax.layers import LayerState
+from lajax.models.drafts import (
+  FunctionDraft,
+  ModelDraft,
+  check_draft,
+  check_possible,
+  decode_drafted,
+  verify_rows,
+)
 from lajax.models.graphs import (
   axes_that_differ,
   check_model,
   choose,
   first_state,
+  prefill,
   settled,
   split,
   vocabulary_of,
@@ -52,6 +62,8 @@ def generate(
   prefill_piece: int = 256,
   callback: Callable[[np.ndarray], Any] | None = None,
   state: Any = None,
+  draft: Any = None,
+  draft_tokens: int = 4,
 ) -> Int[np.ndarray, "B max_tokens"]:
   """Tokens that a model writes behind a batch of prompts.
 
@@ -91,6 +103,12 @@ def generate(
     state: of a `Completion` or of the model, which the prompt continues; None to begin. The state
       of a completion lacks its last token, so a prompt that goes on begins with that token. A
       state that is passed can be used again.
+    draft: what guesses the next tokens, so that the model reads several in one call: a smaller
+      model of the same vocabulary, or a function from the list of a row's tokens so far to a list
+      of guesses, which may be empty. At every temperature the tokens are those without a draft, up
+      to the rounding of the model's numbers. A draft model reads the prompt alone, and not what
+      `state` has read.
+    draft_tokens: guesses per call at most; what a function guesses beyond is left out.
 
   Returns:
     int32 [B max_tokens]; -1 behind the end of a row. `lajax.models.complete` takes the same
@@ -114,6 +132,8 @@ def generate(
     prefill_piece=prefill_piece,
     callback=callback,
     state=state,
+    draft=draft,
+    draft_tokens=draft_tokens,
   ).tokens
 
 
@@ -132,6 +152,8 @@ def complete(
   prefill_piece: int = 256,
   callback: Callable[[np.ndarray], Any] | None = None,
   state: Any = None,
+  draft: Any = None,
+  draft_tokens: int = 4,
 ) -> Completion:
   """Returns the tokens of `lajax.generate`, their log-probabilities and the state after them.
 
@@ -146,6 +168,8 @@ def complete(
   piece = check_whole("prefill_piece", prefill_piece)
   if callback is not None and not callable(callback):
     raise ValueError(f"`callback` must be callable or None; got {type(callback).__name__}.")
+  check_draft(draft, model)
+  draft_tokens = check_whole("draft_tokens", draft_tokens)
   prompts = prompts_of(prompt, segment_ids, vocabulary_of(model))
   B = len(prompts.lengths)
   request = request_of(
@@ -164,14 +188,30 @@ def complete(
   place = _placer(prompt, parameters)
   state = _begin(graph, parameters, state, place(prompts.last))
   for tokens, ids in prompts.pieces(piece):
-    state = _prefill(graph, parameters, state, place(tokens), place(ids))
-  rows = Rows(place(prompts.last), place(np.ones(B, bool)))
-  advance = functools.partial(_decode, graph, parameters, request, place(prompts.document))
-  return _decode_all(advance, rows, state, (B, max_tokens), callback)
+    state = prefill(graph, parameters, state, place(tokens), place(ids))
+  if draft is None:
+    rows = Rows(place(prompts.last), place(np.ones(B, bool)))
+    advance = functools.partial(_decode, graph, parameters, request, place(prompts.document))
+    return Completion(*_decode_all(advance, rows, state, (B, max_tokens), callback))
+  if isinstance(draft, nnx.Module):
+    guess, others = split(draft)
+    _check_room(guess, others, B, None, prompts.longest_document(np.zeros(B, int), max_tokens))
+    guessed = _begin(guess, others, None, place(prompts.last))
+    for tokens, ids in prompts.pieces(piece):
+      guessed = prefill(guess, others, guessed, place(tokens), place(ids))
+    drafter = ModelDraft(
+      guess, others, guessed, request, place(prompts.document), draft_tokens, place
+    )
+  else:
+    drafter = FunctionDraft(draft, prompts, draft_tokens, vocabulary_of(model))
+  advance = functools.partial(verify_rows, graph, parameters, request, place(prompts.document))
+  return Completion(
+    *decode_drafted(advance, drafter, prompts.last, state, max_tokens, request, callback, place)
+  )
 
 
-def _decode_all(advance, rows: "Rows", state, shape: tuple[int, int], callback) -> Completion:
-  """Runs the compiled loop, block by block, until all rows have ended."""
+def _decode_all(advance, rows: "Rows", state, shape: tuple[int, int], callback) -> tuple:
+  """Runs the compiled loop, block by block, until all rows have ended: parts of a `Completion`."""
   tokens, logprobs = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
   done, running = 0, np.ones(shape[0], bool)
   while done < shape[1] and running.any():
@@ -181,16 +221,10 @@ def _decode_all(advance, rows: "Rows", state, shape: tuple[int, int], callback) 
     now = slice(done, done + steps)
     tokens[:, now], logprobs[:, now] = block.tokens[:, :steps], block.logprobs[:, :steps]
     done += steps
-    if block.failed.any():
-      row = int(block.failed.argmax())
-      raise FloatingPointError(
-        f"the logits of row {row} hold NaN, or -inf alone, at new token "
-        f"{int((tokens[row] >= 0).sum())}: no token can be chosen. Look at the model's parameters, "
-        "and whether the prompt's tokens are in its vocabulary."
-      )
+    check_possible(block.failed, tokens)
     if callback is not None:
       callback(tokens[:, done - 1].copy())
-  return Completion(tokens, logprobs, (tokens >= 0).sum(axis=1), ~running, state)
+  return tokens, logprobs, (tokens >= 0).sum(axis=1), ~running, state
 
 
 # --- the compiled functions -----------------------------------------------------------------------
@@ -234,14 +268,6 @@ def _begin(graph, parameters, state, token: Int[Array, "B"]):
     return jax.tree.unflatten(jax.tree.structure(made), [own(*pair) for pair in given])
 
   return on_automatic_axes(f, specs)(parameters, state, token)
-
-
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
-def _prefill(graph, parameters, state, tokens: Int[Array, "B P"], ids: Int[Array, "B P"]):
-  """Returns the state after a piece. Its logits are not used, so XLA leaves the output head out."""
-  read = lambda p, state, tokens, ids: graph.merge(p)(tokens, state, segment_ids=ids)[1]
-  specs = lambda p, state, tokens, ids: jax.tree.map(spec_of, state)
-  return on_automatic_axes(read, specs)(parameters, state, tokens, ids)
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from lajax._meshes import on_automatic_axes, spec_of
 from lajax._numerics import promoted
 from lajax.layers.kv_cache import CachedMixer
 from lajax.models.requests import Request
@@ -116,6 +117,14 @@ def settled(model: Any, state: Any, token: Int[Array, "B"]) -> Any:
   like, structure = jax.tree.flatten(after)
   pairs = zip(jax.tree.leaves(state), like, strict=True)
   return jax.tree.unflatten(structure, [jnp.copy(s.astype(x.dtype)) for s, x in pairs])
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
+def prefill(graph, parameters, state, tokens: Int[Array, "B P"], ids: Int[Array, "B P"]):
+  """Returns the state after a piece. Its logits are not used, so XLA leaves the output head out."""
+  read = lambda p, state, tokens, ids: graph.merge(p)(tokens, state, segment_ids=ids)[1]
+  specs = lambda p, state, tokens, ids: jax.tree.map(spec_of, state)
+  return on_automatic_axes(read, specs)(parameters, state, tokens, ids)
 
 
 # --- tokens ---------------------------------------------------------------------------------------

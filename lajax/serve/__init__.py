@@ -1,0 +1,5 @@
+"""Serving: many requests on one device, each with the very tokens that it would get alone."""
+
+from lajax.serve.engine import Engine, Handle, Stats
+
+__all__ = ["Engine", "Handle", "Stats"]
