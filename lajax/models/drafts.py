@@ -255,12 +255,17 @@ def check_draft(draft: Any, model: Any) -> None:
 
 def guesses_of(guesses: Any, vocab_size: int | None) -> np.ndarray:
   """Returns a row of guessed tokens; ValueError unless they are tokens of the vocabulary."""
-  array = np.asarray(guesses if len(guesses) else np.zeros(0, np.int32))
+  try:
+    array = np.asarray(guesses)
+  except ValueError:  # lists of different lengths
+    array = np.asarray(guesses, object)
+  if array.shape == (0,):
+    return np.zeros(0, np.int32)
   if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-    raise ValueError(
-      "`draft` must give a list of tokens, as [5, 3]; got an array of shape "
-      f"{array.shape} of {array.dtype}."
+    got = (
+      f"an array of shape {array.shape} of {array.dtype}" if array.ndim else type(guesses).__name__
     )
+    raise ValueError(f"`draft` must give a list of tokens, as [5, 3]; got {got}.")
   limit = 2**31 - 1 if vocab_size is None else vocab_size - 1
   wrong = array[(array < 0) | (array > limit)]
   if wrong.size:

@@ -541,7 +541,6 @@ class Engine:
   def _verify(self, seat: Seat, guesses: np.ndarray) -> None:
     handle, slot = seat.handle, seat.slot
     limit = handle.max_tokens - len(handle.tokens)
-    guesses = guesses[: limit - 1]
     inputs = np.full((1, _power_of_two(len(guesses) + 1)), -1, np.int32)
     inputs[0, 0], inputs[0, 1 : len(guesses) + 1] = self._last[slot], guesses
     rows = self._rows(int(self._length[slot]) + inputs.shape[1], slot)
