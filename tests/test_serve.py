@@ -23,7 +23,7 @@ HELLO = [5, 3, 8, 1, 9, 2]
 def test_requests_get_the_tokens_they_get_alone(name):
   """Random lengths, arrivals and options; every tenth request is cancelled at a random step."""
   rng = np.random.default_rng(1)
-  engine = cases.engine(name, max_length=32, page_size=4, prefill_piece=8)
+  engine = cases.engine(name, slots=6, max_length=32, page_size=4, prefill_piece=8)
   pairs, cancelled = [], []
   for n in range(200):
     request = asked(rng, longest=20, most=13)
@@ -40,8 +40,8 @@ def test_requests_get_the_tokens_they_get_alone(name):
   reasons = {handle.finish_reason for handle, _ in pairs}
   assert reasons == {"stop", "length", "cancelled"}
   stats = engine.stats()
-  assert stats.free_slots == 4
-  assert stats.free_pages == stats.pages == (32 if name == "hybrid" else 0)
+  assert stats.free_slots == 6
+  assert stats.free_pages == stats.pages == (48 if name == "hybrid" else 0)
 
 
 def test_streams_interleave():

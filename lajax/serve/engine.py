@@ -145,7 +145,8 @@ class Engine:
     during a step, it reads the tokens of the running requests again, and forgets known prefixes.
 
   Everything is compiled once for each of these: a piece of a power of two of tokens, a power of two
-  of pages, and kind of sampling (greedy; with a temperature; sorted for top_k or top_p).
+  of pages, a step of a quarter of the slots or of all, and kind of sampling (greedy; with a
+  temperature; sorted for top_k or top_p).
 
   An engine belongs to one thread. It keeps the parameters that the model has when it is made.
 
@@ -479,7 +480,7 @@ class Engine:
     tokens = np.zeros((1, width), np.int32)
     ids = np.full((1, width), -1, np.int32)
     tokens[0, : len(piece)], ids[0, : len(piece)] = piece, 0
-    rows = self._rows(seat.read + width, seat.slot)
+    rows = self._rows(seat.read + width, np.array([seat.slot], np.int32))
     self._pool = device.prefill_piece(
       self._graph, self._layout, self._parameters, self._pool, rows, tokens, ids
     )
@@ -514,36 +515,49 @@ class Engine:
 
   def _write_tokens(self) -> None:
     """Writes one token of each running request."""
-    running = self._running.copy()
-    if not running.any():
+    running = np.flatnonzero(self._running)
+    if not running.size:
       return
-    rows = self._rows(int(self._length[running].max()) + 1)
+    slots = self._rows_of_step(running)
+    rows = self._rows(int(self._length[running].max()) + 1, slots)
+    at = np.minimum(slots, self.slots - 1)
     self._pool, tokens, logprobs = device.decode_step(
       self._graph,
       self._layout,
       self._parameters,
       self._pool,
       rows,
-      self._last.copy(),
-      running,
-      self._request(running),
-      self._number.copy(),
+      self._last[at],
+      self._running[at] & (slots < self.slots),
+      self._request(running, at),
+      self._number[at],
     )
     tokens, logprobs = jax.device_get((tokens, logprobs))
-    for slot in np.flatnonzero(running):
-      seat = self._seats[slot]
+    for slot in running:
+      seat, row = self._seats[slot], int(np.searchsorted(slots, slot))
       assert seat is not None
-      if tokens[slot] < 0:
+      if tokens[row] < 0:
         self._fail(seat.handle)
       else:
-        self._take(seat, tokens[slot : slot + 1], logprobs[slot : slot + 1])
+        self._take(seat, tokens[row : row + 1], logprobs[row : row + 1])
+
+  def _rows_of_step(self, running: np.ndarray) -> np.ndarray:
+    """Returns the slots of a step, in order: those that run if they are few, otherwise all.
+
+    A step of few rows has a quarter of all; behind the last one stands padding.
+    """
+    few = max(4, _quotient(self.slots, 4))
+    if len(running) > few or self.slots <= few:
+      return np.arange(self.slots, dtype=np.int32)
+    padding = np.full(few - len(running), self.slots)
+    return np.concatenate([running, padding]).astype(np.int32)
 
   def _verify(self, seat: Seat, guesses: np.ndarray) -> None:
     handle, slot = seat.handle, seat.slot
     limit = handle.max_tokens - len(handle.tokens)
     inputs = np.full((1, _power_of_two(len(guesses) + 1)), -1, np.int32)
     inputs[0, 0], inputs[0, 1 : len(guesses) + 1] = self._last[slot], guesses
-    rows = self._rows(int(self._length[slot]) + inputs.shape[1], slot)
+    rows = self._rows(int(self._length[slot]) + inputs.shape[1], np.array([slot], np.int32))
     self._pool, found = device.verify_slot(
       self._graph,
       self._layout,
@@ -561,27 +575,26 @@ class Engine:
     if found.failed[0]:
       self._fail(handle)
 
-  def _rows(self, length: int, slot: int | None = None) -> device.Rows:
+  def _rows(self, length: int, slots: np.ndarray) -> device.Rows:
     """Returns the rows of a call whose longest row has so many tokens after it."""
     pages = _power_of_two(_quotient(length, self._layout.page_size))
     width = min(pages, self._pages_per_slot)
-    rows = slice(None) if slot is None else slice(slot, slot + 1)
-    table, length_ = self._table[rows, :width].copy(), self._length[rows].copy()
-    return device.Rows(table, length_, None if slot is None else np.int32(slot))  # type: ignore[arg-type]
+    at = np.minimum(slots, self.slots - 1)
+    given: Any = None if len(slots) == self.slots else slots
+    return device.Rows(self._table[at, :width], self._length[at], given)  # type: ignore[arg-type]
 
-  def _request(self, running: np.ndarray) -> Request:
-    """Returns the options of all slots, without those that no running request needs."""
+  def _request(self, running: np.ndarray, rows: np.ndarray) -> Request:
+    """Returns the options of some slots, without those that no running request needs."""
     o = self._options
     assert o.temperature is not None
     assert o.top_k is not None
     assert o.top_p is not None
-    drawn = running & (o.temperature > 0)
-    if not drawn.any():
+    drawn = running[o.temperature[running] > 0]
+    if not drawn.size:
       return Request(None, None, None, None, None, None)
-    o = jax.tree.map(np.copy, o)
-    if ((o.top_k[drawn] < INT32.max) | (o.top_p[drawn] < 1)).any():
-      return o
-    return o._replace(top_k=None, top_p=None)
+    needs_order = ((o.top_k[drawn] < INT32.max) | (o.top_p[drawn] < 1)).any()
+    o = jax.tree.map(lambda x: x[rows], o)
+    return o if needs_order else o._replace(top_k=None, top_p=None)
 
   # --- tokens ---
 

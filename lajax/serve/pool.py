@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
   table: Int[Array, "B W"]  # pages, in the order of the tokens; any page behind the last one
   length: Int[Array, "B"]  # tokens read
-  slot: Int[Array, ""] | None  # of the one row; None for all slots
+  slots: Int[Array, "B"] | None  # number of slots: a row of padding; None for all slots
 
 
 def layout_of(graph: Graph, parameters: list[Array], page_size: int, max_length: int) -> Layout:
@@ -188,7 +188,7 @@ def gather(layout: Layout, pool: Pool, rows: Rows) -> Any:
   leaves = []
   for b, s, x in _arrays(layout, pool):
     if s < 0:
-      leaves.append(x if rows.slot is None else _row(x, rows.slot, b))
+      leaves.append(x if rows.slots is None else jnp.take(x, rows.slots, axis=b, mode="clip"))
       continue
     pages = jnp.take(x, rows.table, axis=b, mode="clip")  # [.. B W page_size ..]
     places = pages.reshape(*x.shape[:b], B, W * layout.page_size, *x.shape[b + 2 :])
@@ -210,7 +210,10 @@ def scatter(layout: Layout, pool: Pool, rows: Rows, state: Any, is_new: Bool[Arr
   new_pool = []
   for b, s, x, after in _arrays(layout, pool, jax.tree.leaves(state)):
     if s < 0:
-      new_pool.append(after if rows.slot is None else _with_row(x, after, rows.slot, b))
+      index = (slice(None),) * b
+      new_pool.append(
+        after if rows.slots is None else x.at[(*index, rows.slots)].set(after, mode="drop")
+      )
       continue
     after = jnp.moveaxis(after, s, b + 1)
     index = place.reshape(*(1,) * b, *place.shape, *(1,) * (after.ndim - b - 2))
