@@ -6,100 +6,23 @@ known prefixes.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
 from lajax._meshes import explicit_mesh
-from lajax._shapes import INT32, check_key, check_whole
+from lajax._shapes import check_key, check_whole
 from lajax.models.drafts import guesses_of, no_token
 from lajax.models.graphs import check_model, split, vocabulary_of
-from lajax.models.requests import Request, prompts_of, request_of
+from lajax.models.requests import prompts_of, request_of
 from lajax.serve import pool as device
+from lajax.serve.handle import Handle, Stats
 from lajax.serve.pages import Pages
 from lajax.serve.prefixes import Prefix, PrefixCache
-
-
-class Stats(NamedTuple):
-  """Numbers of an engine at one time. Counts of requests and tokens are since it was made."""
-
-  slots: int
-  free_slots: int
-  queued: int  # requests that wait for a slot or for pages
-  pages: int  # of key-value memory; 0 for a model without it
-  free_pages: int
-  pool_bytes: int  # of all slots and pages
-  cache_bytes: int  # of the states of known prefixes, and of the pages that they hold
-  prefixes: int  # known ones
-  admitted: int  # requests that got a slot
-  hits: int  # of them, those that began behind a known prefix
-  prompt_tokens: int  # of the admitted requests
-  reused_tokens: int  # of them, those of known prefixes
-
-  @property
-  def hit_rate(self) -> float:
-    """Part of the admitted requests that began behind a known prefix; 0 if there are none."""
-    return self.hits / self.admitted if self.admitted else 0.0
-
-
-class Handle:
-  """A request to an engine, and the tokens that it has so far.
-
-      for token in handle:  # as they come; the engine works for all requests meanwhile
-        print(token)
-
-  Attributes:
-    prompt: list of its tokens.
-    tokens: list of the new tokens.
-    logprobs: list of log softmax(logits) at each of them.
-    finish_reason: None until the request has ended. Then "stop" (by a stop token, the last one),
-      "length" (`max_tokens`), "cancelled" or "error".
-    error: the exception of a request that ended by "error"; otherwise None.
-  """
-
-  def __init__(self, engine: "Engine", prompt: list[int], max_tokens: int, request: Request,
-               stop_tokens: frozenset[int], callback: Callable | None):  # fmt: skip
-    self.prompt = prompt
-    self.tokens: list[int] = []
-    self.logprobs: list[float] = []
-    self.finish_reason: str | None = None
-    self.error: Exception | None = None
-    self.max_tokens = max_tokens
-    self._engine, self._request, self._callback = engine, request, callback
-    self._stop_tokens = stop_tokens
-
-  def __iter__(self) -> Iterator[int]:
-    """Yields the new tokens as they come; raises the error of a request that ends by one."""
-    n = 0
-    while True:
-      if n < len(self.tokens):
-        yield self.tokens[n]
-        n += 1
-      elif self.finish_reason is None:
-        self._engine.step()
-      else:
-        break
-    if self.error is not None:
-      raise self.error
-
-  def result(self) -> list[int]:
-    """Runs the engine until this request has ended, and returns its new tokens.
-
-    Raises:
-      Exception: the error of a request that ended by "error".
-    """
-    return list(self)
-
-  def cancel(self) -> None:
-    """Ends the request where it is. Nothing happens if it has ended."""
-    self._engine._cancel(self)
-
-  def __repr__(self) -> str:
-    state = self.finish_reason or "not finished"
-    return f"Handle({len(self.prompt)} + {len(self.tokens)} tokens, {state})"
+from lajax.serve.slots import Slots, power_of_two, quotient
 
 
 class Seat:
@@ -192,7 +115,7 @@ class Engine:
         "the model's parameters lie on a mesh of explicit axes, which an engine does not support. "
         "Put them on one device, or on a mesh of automatic axes; lajax.generate takes both kinds."
       )
-    self._pages_per_slot = _quotient(self.max_length, page_size)
+    self._pages_per_slot = quotient(self.max_length, page_size)
     whole = self._pages_per_slot * page_size
     self._layout = device.layout_of(self._graph, self._parameters, page_size, whole)
     if not self._layout.is_paged:
@@ -219,22 +142,8 @@ class Engine:
     self._cache = PrefixCache(self.prefill_piece, self.cache_bytes, self._pages, page_bytes)
     self._state_bytes = sum(x.nbytes for x in jax.tree.leaves(self._first))
     self._seats: list[Seat | None] = [None] * self.slots
-    self._free_slots = list(range(self.slots))[::-1]
+    self._slots = Slots(self.slots, self._pages_per_slot, self._layout.page_size)
     self._reader: Seat | None = None
-    B = self.slots
-    self._table = np.zeros((B, self._pages_per_slot), np.int32)
-    self._length = np.zeros(B, np.int32)  # tokens that the model has read
-    self._last = np.zeros(B, np.int32)  # the token that it reads next
-    self._number = np.zeros(B, np.int32)  # of new tokens
-    self._running = np.zeros(B, bool)
-    self._options = Request(
-      np.zeros((B, 2), np.uint32),  # type: ignore[arg-type]  # raw keys
-      np.zeros(B, np.float32),
-      np.full(B, INT32.max, np.int32),
-      np.ones(B, np.float32),
-      np.zeros(B, np.float32),
-      None,
-    )
 
   # --- requests ---
 
@@ -293,7 +202,7 @@ class Engine:
         f"{prompt} + {max_tokens} - 1 = {length}. Take fewer tokens, or make the engine with a "
         "larger max_length."
       )
-    if _quotient(length, size) > self._page_count:
+    if quotient(length, size) > self._page_count:
       raise ValueError(
         f"`prompt` and `max_tokens` must fit into the engine's {self._page_count} pages of {size} "
         f"tokens; got {prompt} + {max_tokens} - 1 = {length} tokens. Take fewer tokens, or make "
@@ -316,9 +225,7 @@ class Engine:
       self._queue.remove(handle)
       return
     self._seats[seat.slot] = None
-    self._running[seat.slot] = False
-    self._length[seat.slot] = 0
-    self._free_slots.append(seat.slot)
+    self._slots.release(seat.slot)
     self._pages.release(seat.pages)
     if self._reader is seat:
       self._reader = None
@@ -404,7 +311,7 @@ class Engine:
 
   def _admit(self) -> None:
     """Gives slots and pages to the first requests of the queue, up to one that has to read."""
-    while self._queue and self._free_slots and self._reader is None:
+    while self._queue and self._slots.free and self._reader is None:
       seat = self._seat(self._queue[0])
       if seat is None:
         return
@@ -421,18 +328,16 @@ class Engine:
     size = self._layout.page_size
     prefix = self._cache.longest(text) if self.cache_bytes else self._cache.root
     total = len(handle.prompt) + handle.max_tokens - 1
-    total = _quotient(total, size) if self._layout.is_paged else 0
+    total = quotient(total, size) if self._layout.is_paged else 0
     pages = self._own_pages(prefix, total)
     if pages is None and prefix.pages and not any(self._seats):
       prefix = self._cache.root  # the prefix itself stands in the way
       pages = self._own_pages(prefix, total)
     if pages is None:
       return None
-    slot = self._free_slots.pop()
+    slot = self._slots.take(pages, prefix.length)
     arrays = self._first if prefix is self._cache.root else prefix.arrays
     self._pool = device.write_slot(self._layout, self._pool, np.int32(slot), arrays)
-    self._table[slot, : len(pages)] = pages
-    self._length[slot] = prefix.length
     self._counts["admitted"] += 1
     self._counts["hits"] += prefix is not self._cache.root
     self._counts["prompt_tokens"] += len(handle.prompt)
@@ -461,14 +366,9 @@ class Engine:
     self._pool = device.copy_page(self._layout, self._pool, np.int32(source), np.int32(target))
 
   def _begin_writing(self, seat: Seat) -> None:
-    handle, slot = seat.handle, seat.slot
-    self._last[slot] = (handle.prompt + handle.tokens)[-1]
-    self._number[slot] = len(handle.tokens)
-    self._running[slot] = True
-    given, options = handle._request, self._options
-    defaults = (0, 0.0, INT32.max, 1.0, 0.0)  # these values have no effect
-    for array, value, default in zip(options[:-1], given[:-1], defaults, strict=True):
-      array[slot] = default if value is None else np.asarray(value)[0]
+    handle = seat.handle
+    last = (handle.prompt + handle.tokens)[-1]
+    self._slots.run(seat.slot, last, len(handle.tokens), handle._request)
 
   def _read_piece(self) -> None:
     """Reads the next piece of the prompt that is being read."""
@@ -476,16 +376,16 @@ class Engine:
     if seat is None:
       return
     piece = seat.text[seat.read : seat.read + self.prefill_piece]
-    width = min(self.prefill_piece, _power_of_two(len(piece), 8))
+    width = min(self.prefill_piece, power_of_two(len(piece), 8))
     tokens = np.zeros((1, width), np.int32)
     ids = np.full((1, width), -1, np.int32)
     tokens[0, : len(piece)], ids[0, : len(piece)] = piece, 0
-    rows = self._rows(seat.read + width, np.array([seat.slot], np.int32))
+    rows = self._slots.rows(seat.read + width, np.array([seat.slot], np.int32))
     self._pool = device.prefill_piece(
       self._graph, self._layout, self._parameters, self._pool, rows, tokens, ids
     )
     seat.read += len(piece)
-    self._length[seat.slot] = seat.read
+    self._slots.length[seat.slot] = seat.read
     self._keep_prefix(seat)
     if not seat.is_reading:
       self._reader = None
@@ -515,22 +415,22 @@ class Engine:
 
   def _write_tokens(self) -> None:
     """Writes one token of each running request."""
-    running = np.flatnonzero(self._running)
+    all_slots = self._slots
+    running = np.flatnonzero(all_slots.is_running)
     if not running.size:
       return
-    slots = self._rows_of_step(running)
-    rows = self._rows(int(self._length[running].max()) + 1, slots)
-    at = np.minimum(slots, self.slots - 1)
+    slots = all_slots.of_step(running)
+    at = all_slots.existing(slots)
     self._pool, tokens, logprobs = device.decode_step(
       self._graph,
       self._layout,
       self._parameters,
       self._pool,
-      rows,
-      self._last[at],
-      self._running[at] & (slots < self.slots),
-      self._request(running, at),
-      self._number[at],
+      all_slots.rows(int(all_slots.length[running].max()) + 1, slots),
+      all_slots.last[at],
+      all_slots.is_running[at] & (slots < self.slots),
+      all_slots.request(running, slots),
+      all_slots.number[at],
     )
     tokens, logprobs = jax.device_get((tokens, logprobs))
     for slot in running:
@@ -541,32 +441,21 @@ class Engine:
       else:
         self._take(seat, tokens[row : row + 1], logprobs[row : row + 1])
 
-  def _rows_of_step(self, running: np.ndarray) -> np.ndarray:
-    """Returns the slots of a step, in order: those that run if they are few, otherwise all.
-
-    A step of few rows has a quarter of all; behind the last one stands padding.
-    """
-    few = max(4, _quotient(self.slots, 4))
-    if len(running) > few or self.slots <= few:
-      return np.arange(self.slots, dtype=np.int32)
-    padding = np.full(few - len(running), self.slots)
-    return np.concatenate([running, padding]).astype(np.int32)
-
   def _verify(self, seat: Seat, guesses: np.ndarray) -> None:
     handle, slot = seat.handle, seat.slot
     limit = handle.max_tokens - len(handle.tokens)
-    inputs = np.full((1, _power_of_two(len(guesses) + 1)), -1, np.int32)
-    inputs[0, 0], inputs[0, 1 : len(guesses) + 1] = self._last[slot], guesses
-    rows = self._rows(int(self._length[slot]) + inputs.shape[1], np.array([slot], np.int32))
+    inputs = np.full((1, power_of_two(len(guesses) + 1)), -1, np.int32)
+    inputs[0, 0], inputs[0, 1 : len(guesses) + 1] = self._slots.last[slot], guesses
+    length = int(self._slots.length[slot]) + inputs.shape[1]
     self._pool, found = device.verify_slot(
       self._graph,
       self._layout,
       self._parameters,
       self._pool,
-      rows,
+      self._slots.rows(length, np.array([slot], np.int32)),
       inputs,
       handle._request,
-      self._number[slot : slot + 1].copy(),
+      self._slots.number[slot : slot + 1].copy(),
       np.full(1, limit, np.int32),
     )
     found = jax.device_get(found)
@@ -575,36 +464,12 @@ class Engine:
     if found.failed[0]:
       self._fail(handle)
 
-  def _rows(self, length: int, slots: np.ndarray) -> device.Rows:
-    """Returns the rows of a call whose longest row has so many tokens after it."""
-    pages = _power_of_two(_quotient(length, self._layout.page_size))
-    width = min(pages, self._pages_per_slot)
-    at = np.minimum(slots, self.slots - 1)
-    given: Any = None if len(slots) == self.slots else slots
-    return device.Rows(self._table[at, :width], self._length[at], given)  # type: ignore[arg-type]
-
-  def _request(self, running: np.ndarray, rows: np.ndarray) -> Request:
-    """Returns the options of some slots, without those that no running request needs."""
-    o = self._options
-    assert o.temperature is not None
-    assert o.top_k is not None
-    assert o.top_p is not None
-    drawn = running[o.temperature[running] > 0]
-    if not drawn.size:
-      return Request(None, None, None, None, None, None)
-    needs_order = ((o.top_k[drawn] < INT32.max) | (o.top_p[drawn] < 1)).any()
-    o = jax.tree.map(lambda x: x[rows], o)
-    return o if needs_order else o._replace(top_k=None, top_p=None)
-
   # --- tokens ---
 
   def _take(self, seat: Seat, tokens: np.ndarray, logprobs: np.ndarray) -> None:
     """Adds new tokens to a request, for each of which the model has read one."""
-    handle, slot = seat.handle, seat.slot
-    self._length[slot] += len(tokens)
-    self._number[slot] += len(tokens)
-    if len(tokens):
-      self._last[slot] = tokens[-1]
+    handle = seat.handle
+    self._slots.go_on(seat.slot, tokens)
     for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
       handle.logprobs.append(logprob)
       handle.tokens.append(token)
@@ -643,7 +508,7 @@ class Engine:
     """Returns how full the engine is, and what known prefixes have saved."""
     return Stats(
       slots=self.slots,
-      free_slots=len(self._free_slots),
+      free_slots=len(self._slots.free),
       queued=len(self._queue),
       pages=self._page_count,
       free_pages=self._pages.free,
@@ -667,13 +532,3 @@ def _rows_of_key(key: Any) -> Array | None:
       f"{words.size}. Make one by jax.random.key(0)."
     )
   return words[None]  # type: ignore[return-value]
-
-
-def _quotient(number: int, divisor: int) -> int:
-  """Returns number / divisor, rounded up."""
-  return -(-number // divisor)
-
-
-def _power_of_two(number: int, least: int = 1) -> int:
-  """Returns the smallest power of two that is at least `number` and `least`."""
-  return max(least, 1 << (number - 1).bit_length())

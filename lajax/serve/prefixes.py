@@ -52,7 +52,7 @@ class PrefixCache:
     self.root = Prefix(None, b"", 0, [], [])
     self._pages = pages
     self._held: Counter[int] = Counter()  # pages, by the number of prefixes that hold them
-    self._state_bytes = 0
+    self.state_bytes = 0  # without pages
     self._used: OrderedDict[Prefix, None] = OrderedDict()  # a prefix stands before its shorter ones
 
   def __len__(self) -> int:
@@ -61,7 +61,7 @@ class PrefixCache:
   @property
   def nbytes(self) -> int:
     """Bytes of all states, and of the pages that prefixes hold; a shared page counts once."""
-    return self._state_bytes + self.page_bytes * len(self._held)
+    return self.state_bytes + self.page_bytes * len(self._held)
 
   def longest(self, tokens: Sequence[int]) -> Prefix:
     """Returns the longest known prefix of some tokens; the empty one if none is known."""
@@ -93,7 +93,7 @@ class PrefixCache:
     parent.children[key] = prefix
     self._pages.share(pages)
     self._held.update(pages)
-    self._state_bytes += _nbytes(arrays)
+    self.state_bytes += _nbytes(arrays)
     self._used[prefix] = None
     for shorter in parent.line():
       self._used.move_to_end(shorter)
@@ -109,7 +109,7 @@ class PrefixCache:
     assert prefix.parent is not None
     assert not prefix.children
     del prefix.parent.children[prefix.key]
-    self._state_bytes -= _nbytes(prefix.arrays)
+    self.state_bytes -= _nbytes(prefix.arrays)
     for page in prefix.pages:
       self._held[page] -= 1
       if not self._held[page]:
