@@ -21,12 +21,12 @@ class Config:
 
   slots: tuple[int, ...] = (1, 2, 4, 8, 16)
   """Requests that run at once."""
-  requests: int = 48
+  requests: int = 32
   """Requests of each measurement."""
   prompt: int = 64
-  """Tokens of the longest prompt; the shortest has half of them."""
+  """Tokens of the longest prompt; the shortest has little more than half."""
   max_tokens: int = 64
-  """New tokens of the longest request; the shortest has half of them."""
+  """New tokens of the longest request; the shortest has little more than half."""
   load: float = 0.7
   """Arrivals of requests, as a part of those that the engine can serve at most."""
   prefix: int = 2000
@@ -87,7 +87,7 @@ class Asked:
 def requests_of(config: Config) -> list[Asked]:
   """Returns requests of random lengths."""
   rng = np.random.default_rng(config.seed)
-  between = lambda longest: int(rng.integers(max(1, longest // 2), longest + 1))
+  between = lambda longest: int(rng.integers(min(longest, longest // 2 + 2), longest + 1))
   return [
     Asked(rng.integers(0, VOCABULARY, between(config.prompt)).tolist(), between(config.max_tokens))
     for _ in range(config.requests)

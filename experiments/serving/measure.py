@@ -27,11 +27,14 @@ def tokens_of(requests: Sequence[Asked]) -> int:
   return sum(r.max_tokens for r in requests)
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-  """Returns the seconds of a call, after another one that compiles."""
-  call()
+def seconds_of(call: Callable[[], object], rounds: int = 2) -> float:
+  """Returns the seconds of the fastest call of some: other programs only make a call slower."""
+  return min(elapsed(call) for _ in range(rounds))
+
+
+def elapsed(call: Callable[[], object]) -> float:
   started = time.perf_counter()
-  call()
+  jax.block_until_ready(call())
   return time.perf_counter() - started
 
 
@@ -47,19 +50,20 @@ def by_slots(config: Config, show: Show) -> list[dict]:
   show("one by one")
   alone = lambda rs: [write([r.prompt], r.max_tokens) for r in rs]
   alone(requests[:1])  # compiles
-  started = time.perf_counter()
-  alone(requests)
-  seconds = time.perf_counter() - started
+  seconds = seconds_of(lambda: alone(requests))
   lines = [dict(way="one by one", slots=1, tokens_per_second=rate(seconds))]
   for slots in config.slots:
-    show(f"static batches of {slots}")
-    call = functools.partial(static_batches, write, requests, slots)
-    lines.append(dict(way="static", slots=slots, tokens_per_second=rate(seconds_of(call))))
-    show(f"engine of {slots} slots")
+    if slots > 1:
+      show(f"static batches of {slots}")
+      static_batches(write, requests[:slots], slots)  # compiles
+      seconds = seconds_of(lambda n=slots: static_batches(write, requests, n))
+      lines.append(dict(way="static", slots=slots, tokens_per_second=rate(seconds)))
+    show(f"engine of {slots} {'slots' if slots > 1 else 'slot'}")
     engine = Engine(
       model, slots, prefill_piece=config.prefill_piece, max_length=longest_of(requests),
       page_size=config.prefill_piece,
     )  # fmt: skip
+    run_all(engine, requests[: 2 * slots])  # compiles
     seconds = seconds_of(lambda engine=engine: run_all(engine, requests))
     line = dict(way="engine", slots=slots, tokens_per_second=rate(seconds))
     gaps = seconds / len(requests) / config.load
@@ -127,9 +131,7 @@ def prefixes(config: Config, show: Show) -> list[dict]:
     )  # fmt: skip
     run_all(engine, requests[:2])  # compiles, and makes the prefix known
     first = [first_token(engine, r) for r in requests]
-    started = time.perf_counter()
-    run_all(engine, requests)
-    seconds = time.perf_counter() - started
+    seconds = seconds_of(lambda engine=engine: run_all(engine, requests))
     stats = engine.stats()
     lines.append(
       dict(
@@ -142,11 +144,8 @@ def prefixes(config: Config, show: Show) -> list[dict]:
       )
     )
   show("a shared prefix, one by one")
-  first = []
-  for r in [requests[0], *requests]:  # the first one compiles
-    started = time.perf_counter()
-    generate(model, [r.prompt], 1, prefill_piece=config.prefill_piece)
-    first.append(time.perf_counter() - started)
+  one = lambda r: generate(model, [r.prompt], 1, prefill_piece=config.prefill_piece)
+  first = [elapsed(lambda r=r: one(r)) for r in [requests[0], *requests]]  # the first compiles
   return [dict(way="one by one", cache=False, first_median=float(np.median(first[1:]))), *lines]
 
 
@@ -196,13 +195,8 @@ def drafts(config: Config, show: Show, rounds: int = 20) -> dict:
     return _stored(graph, parameters, jax.tree.map(jnp.copy, state), inputs)
 
   def timed(call: Callable) -> float:
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(rounds):
-      started = time.perf_counter()
-      jax.block_until_ready(call())
-      seconds.append(time.perf_counter() - started)
-    return float(np.median(seconds))
+    call()  # compiles
+    return float(np.median([elapsed(call) for _ in range(rounds)]))
 
   return dict(
     step=timed(lambda: verify([])),
