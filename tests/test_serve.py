@@ -257,7 +257,7 @@ def test_memory_does_not_grow():
   assert size() == before
   assert 0 < stats.cache_bytes <= 20_000
   assert not engine._unfinished
-  assert not engine._deliveries
+  assert not engine._news
   assert len(engine._cache._held) == stats.pages - stats.free_pages
 
 

@@ -145,9 +145,11 @@ def test_an_interrupt_of_a_step(name, when, monkeypatch):
 
 def test_an_interrupt_while_tokens_are_taken(monkeypatch):
   """A request that has its last token ends, although the step did not get that far."""
-  engine = cases.engine("hybrid")
+  engine, seen = cases.engine("hybrid"), []
   requests = some(4)
+  requests[1].options["callback"] = seen.append
   handles = submit_all(engine, requests)
+  del requests[1].options["callback"]
   whole = Engine._finish_if_over
 
   def interrupt(self, handle):
@@ -162,6 +164,31 @@ def test_an_interrupt_while_tokens_are_taken(monkeypatch):
   handles[0].cancel()
   engine.run()
   check_all(handles, requests)
+  assert seen == handles[1].tokens
+
+
+def test_an_interrupt_between_a_log_probability_and_its_token():
+  engine, request = cases.engine("hybrid"), Asked([1, 2, 3], {"max_tokens": 4})
+
+  class Tokens(list):
+    """A list that an interrupt keeps from growing once."""
+
+    interrupted = False
+
+    def append(self, token):
+      if len(self) == 2 and not self.interrupted:
+        self.interrupted = True
+        raise KeyboardInterrupt
+      super().append(token)
+
+  seen = []
+  handle = engine.submit(request.prompt, **request.options, callback=seen.append)
+  handle.tokens = Tokens()
+  with pytest.raises(KeyboardInterrupt):
+    engine.run()
+  engine.run()
+  check_alone(handle, cases.model("hybrid"), request)
+  assert seen == handle.tokens
 
 
 def test_an_explicit_mesh_is_refused():

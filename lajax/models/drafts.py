@@ -96,8 +96,9 @@ def verify(
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
-def verify_rows(graph, parameters, request: Request, document, state, inputs, running, number,
-                limit):  # fmt: skip
+def verify_rows(
+  graph, parameters, request: Request, document, state, inputs, running, number, limit
+):
   """Returns `verify` of a model."""
 
   def f(parameters, request, document, state, inputs, running, number, limit):
@@ -163,8 +164,9 @@ class ModelDraft:
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "count"))
-def _propose(graph, parameters, count: int, request: Request, document, state, token, running,
-             number):  # fmt: skip
+def _propose(
+  graph, parameters, count: int, request: Request, document, state, token, running, number
+):
   """Returns `count` tokens that a model writes; its state behind them is dropped."""
 
   def f(parameters, request, document, state, token, running, number):

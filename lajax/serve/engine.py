@@ -126,13 +126,14 @@ class Engine:
     self._page_count = count
     self._queue: deque[Handle] = deque()
     self._unfinished: dict[Handle, None] = {}  # in the order of their submission
-    self._deliveries: deque[tuple[Handle, int]] = deque()  # tokens for callbacks
+    self._news: dict[Handle, None] = {}  # requests whose callbacks wait for tokens
     self._counts = dict(admitted=0, hits=0, prompt_tokens=0, reused_tokens=0)
     self._torn = False  # whether an exception left a step half done
     self._reset()
 
   def _reset(self) -> None:
     """Makes memory and tables without requests."""
+    self._pool = self._first = []  # the old ones first make room
     self._pool, self._first = device.make_pool(
       self._graph, self._layout, self._parameters, self.slots, self._page_count
     )
@@ -238,7 +239,7 @@ class Engine:
   @property
   def is_idle(self) -> bool:
     """Whether all requests have ended, and all callbacks have got their tokens."""
-    return not self._unfinished and not self._deliveries
+    return not self._unfinished and not self._news
 
   def run(self) -> None:
     """Works until all requests have ended."""
@@ -306,6 +307,7 @@ class Engine:
     self._reset()
     self._queue = deque(self._unfinished)
     for handle in list(self._unfinished):
+      del handle.logprobs[len(handle.tokens) :]
       self._finish_if_over(handle)
     self._torn = False
 
@@ -470,11 +472,11 @@ class Engine:
     """Adds new tokens to a request, for each of which the model has read one."""
     handle = seat.handle
     self._slots.go_on(seat.slot, tokens)
+    if handle._callback is not None:
+      self._news[handle] = None
     for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
       handle.logprobs.append(logprob)
       handle.tokens.append(token)
-      if handle._callback is not None:
-        self._deliveries.append((handle, token))
     self._finish_if_over(handle)
 
   def _finish_if_over(self, handle: Handle) -> None:
@@ -488,19 +490,17 @@ class Engine:
     self._finish(handle, "error", FloatingPointError(no_token("this request", number)))
 
   def _deliver(self) -> None:
-    """Calls the callbacks. A token is taken off the list first: an interrupt repeats no call."""
-    while self._deliveries:
-      handle, token = self._deliveries.popleft()
-      if handle.finish_reason == "cancelled" or self._has_raised(handle):
-        continue
-      try:
-        handle._callback(token)  # type: ignore[misc]
-      except Exception as error:
-        with self._changing():
-          self._finish(handle, "error", error)
-
-  def _has_raised(self, handle: Handle) -> bool:
-    return handle.error is not None and not isinstance(handle.error, FloatingPointError)
+    """Calls the callbacks with new tokens, each once, whatever interrupts this."""
+    while self._news:
+      handle = next(iter(self._news))
+      while (token := handle._next_heard()) is not None:
+        try:
+          handle._callback(token)
+        except Exception as error:
+          with self._changing():
+            handle._is_deaf = True
+            self._finish(handle, "error", error)
+      self._news.pop(handle, None)
 
   # --- numbers ---
 

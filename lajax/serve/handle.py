@@ -1,7 +1,7 @@
 """Requests to an engine as their senders see them, and the numbers of an engine."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lajax.models.requests import Request
 
@@ -46,16 +46,26 @@ class Handle:
     error: the exception of a request that ended by "error"; otherwise None.
   """
 
-  def __init__(self, engine: "Engine", prompt: list[int], max_tokens: int, request: Request,
-               stop_tokens: frozenset[int], callback: Callable | None):  # fmt: skip
+  def __init__(
+    self,
+    engine: "Engine",
+    prompt: list[int],
+    max_tokens: int,
+    request: Request,
+    stop_tokens: frozenset[int],
+    callback: Callable | None,
+  ):
     self.prompt = prompt
     self.tokens: list[int] = []
     self.logprobs: list[float] = []
     self.finish_reason: str | None = None
     self.error: Exception | None = None
     self.max_tokens = max_tokens
-    self._engine, self._request, self._callback = engine, request, callback
+    self._engine, self._request = engine, request
+    self._callback: Any = callback
     self._stop_tokens = stop_tokens
+    self._heard = 0  # tokens that the callback got
+    self._is_deaf = False  # whether the callback has raised
 
   def __iter__(self) -> Iterator[int]:
     """Yields the new tokens as they come; raises the error of a request that ends by one."""
@@ -82,6 +92,13 @@ class Handle:
   def cancel(self) -> None:
     """Ends the request where it is. Nothing happens if it has ended."""
     self._engine._cancel(self)
+
+  def _next_heard(self) -> int | None:
+    """Returns the next token for the callback, which counts as heard; None if it gets none."""
+    if self._is_deaf or self.finish_reason == "cancelled" or self._heard == len(self.tokens):
+      return None
+    self._heard += 1
+    return self.tokens[self._heard - 1]
 
   def __repr__(self) -> str:
     state = self.finish_reason or "not finished"

@@ -137,9 +137,14 @@ def _with_row(x: Array, row: Array, n, axis: int) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("graph", "layout"), donate_argnames="pool")
 def prefill_piece(
-  graph: Graph, layout: Layout, parameters, pool: Pool, rows: Rows, tokens: Int[Array, "B P"],
+  graph: Graph,
+  layout: Layout,
+  parameters,
+  pool: Pool,
+  rows: Rows,
+  tokens: Int[Array, "B P"],
   ids: Int[Array, "B P"],
-) -> Pool:  # fmt: skip
+) -> Pool:
   """Returns the pool after a piece of a prompt. XLA leaves the output head out."""
   state = gather(layout, pool, rows)
   _, after = graph.merge(parameters)(tokens, state, segment_ids=ids)
@@ -148,9 +153,16 @@ def prefill_piece(
 
 @functools.partial(jax.jit, static_argnames=("graph", "layout"), donate_argnames="pool")
 def decode_step(
-  graph: Graph, layout: Layout, parameters, pool: Pool, rows: Rows, tokens: Int[Array, "B"],
-  running: Bool[Array, "B"], request: Request, number: Int[Array, "B"],
-) -> tuple[Pool, Int[Array, "B"], Float[Array, "B"]]:  # fmt: skip
+  graph: Graph,
+  layout: Layout,
+  parameters,
+  pool: Pool,
+  rows: Rows,
+  tokens: Int[Array, "B"],
+  running: Bool[Array, "B"],
+  request: Request,
+  number: Int[Array, "B"],
+) -> tuple[Pool, Int[Array, "B"], Float[Array, "B"]]:
   """Returns the pool after one token of each running row, the next tokens, and their logprobs.
 
   A next token is -1 where none can be chosen.
@@ -164,9 +176,16 @@ def decode_step(
 
 @functools.partial(jax.jit, static_argnames=("graph", "layout"), donate_argnames="pool")
 def verify_slot(
-  graph: Graph, layout: Layout, parameters, pool: Pool, rows: Rows, inputs: Int[Array, "B k+1"],
-  request: Request, number: Int[Array, "B"], limit: Int[Array, "B"],
-) -> tuple[Pool, Verified]:  # fmt: skip
+  graph: Graph,
+  layout: Layout,
+  parameters,
+  pool: Pool,
+  rows: Rows,
+  inputs: Int[Array, "B k+1"],
+  request: Request,
+  number: Int[Array, "B"],
+  limit: Int[Array, "B"],
+) -> tuple[Pool, Verified]:
   """Returns the pool after the accepted tokens of a draft, and these tokens."""
   model = graph.merge(parameters)
   read = lambda tokens, state, ids: model(tokens, state, segment_ids=ids)
