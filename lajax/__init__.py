@@ -16,7 +16,8 @@ how it is computed, never what.
 `lajax.generate` writes tokens with a model behind prompts, from states of constant size.
 
 Modules: `lajax.layers` (Flax NNX layers), `lajax.recurrence` (one token of each op, for decoding),
-`lajax.models`, `lajax.tasks` (recall), `lajax.cost` (operations and bytes of a layer).
+`lajax.models`, `lajax.serve` (many requests on one device), `lajax.tasks` (recall), `lajax.cost`
+(operations and bytes of a layer).
 
 On jaxlib before 0.11, importing lajax adds a flag to XLA_FLAGS that keeps XLA from hanging on CPUs
 with few cores; `lajax._cpu_hang` says when and why.
@@ -61,7 +62,14 @@ __all__ = [
   "segment_ids",
 ]
 
-_MODULES = ("cost", "layers", "models", "recurrence", "tasks")  # imported when first asked for
+_MODULES = (
+  "cost",
+  "layers",
+  "models",
+  "recurrence",
+  "serve",
+  "tasks",
+)  # imported when first asked for
 
 
 def __getattr__(name: str):

@@ -65,6 +65,7 @@ SHARING = {
   **dict.fromkeys(
     ("test_implementations", "test_laws", "test_traps", "test_properties", "test_oracle"), "ops"
   ),
+  **dict.fromkeys(("test_serve", "test_serve_faults", "test_serve_drafts"), "serve"),
   **dict.fromkeys(("test_pallas", "test_pallas_delta", "test_pallas_dplr"), "kernels"),
 }
 

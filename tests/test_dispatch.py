@@ -63,7 +63,7 @@ def test_modules_are_attributes():
   """`import lajax` is enough for every public module, and imports none of them by itself."""
   program = """
 import sys, lajax
-assert not {"lajax.layers", "lajax.cost", "lajax.models", "lajax.tasks", "flax"} & set(sys.modules)
+assert not {"lajax.layers", "lajax.cost", "lajax.models", "lajax.serve", "lajax.tasks", "flax"} & set(sys.modules)
 for name in ("layers", "cost", "tasks", "models", "recurrence"):
   assert name in dir(lajax) and getattr(lajax, name).__name__ == f"lajax.{name}"
 assert len(lajax.__doc__) > 500 and lajax.__version__

@@ -14,7 +14,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "docs"))
 import docstrings
 from latex import EquationError, latex, rows
 
-MODULES = ("lajax", "lajax.layers", "lajax.recurrence", "lajax.tasks", "lajax.cost", "lajax.models")
+MODULES = (
+  "lajax",
+  *(f"lajax.{name}" for name in ("layers", "recurrence", "tasks", "cost", "models", "serve")),
+)
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_compilations(caplog):
   options = dict(temperature=0.5, top_k=3, key=KEY, prefill_piece=8, stop_tokens=[1])
   run = lambda prompts, n, model=model, **o: lajax.generate(model, prompts, n, **options | o)
   first = compiled(caplog, lambda: run([[1, 2], [3]], 4))
-  assert sorted(first) == ["jit(_begin)", "jit(_decode)", "jit(_prefill)"]
+  assert sorted(first) == ["jit(_begin)", "jit(_decode)", "jit(prefill)"]
   for call in (
     lambda: run([[1, 2], [3]], 4),
     lambda: run([[1] * 30, [2] * 7], 90, model=others, callback=lambda tokens: None),
@@ -317,7 +317,7 @@ def test_compilations(caplog):
   ):
     assert compiled(caplog, call) == []
   again = compiled(caplog, lambda: run([[1, 2], [3]], 4, prefill_piece=5))
-  assert again == ["jit(_prefill)"]
+  assert again == ["jit(prefill)"]
 
 
 # --- room in the caches ---

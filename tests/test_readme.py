@@ -19,7 +19,12 @@ from lajax.models import families
 from lajax.models.families import own
 
 ROOT = pathlib.Path(__file__).parent.parent
-GUIDES = ("docs/implementations.md", "docs/equation_to_layer.md", "docs/decode_and_packing.md")
+GUIDES = (
+  "docs/implementations.md",
+  "docs/equation_to_layer.md",
+  "docs/decode_and_packing.md",
+  "docs/serving.md",
+)
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/index.md", *GUIDES)
 README = (ROOT / "README.md").read_text()
 

@@ -12,12 +12,27 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax._meshes import explicit_mesh, on_automatic_axes, spec_of
-from lajax._numerics import promoted
 from lajax._shapes import check_whole
 from lajax.layers import LayerState
-from lajax.layers.kv_cache import CachedMixer
+from lajax.models.drafts import (
+  FunctionDraft,
+  ModelDraft,
+  check_draft,
+  check_possible,
+  decode_drafted,
+  verify_rows,
+)
+from lajax.models.graphs import (
+  axes_that_differ,
+  check_model,
+  choose,
+  first_state,
+  prefill,
+  settled,
+  split,
+  vocabulary_of,
+)
 from lajax.models.requests import UNNAMED, Prompts, Request, prompts_of, request_of
-from lajax.models.sampling import sample
 
 BLOCK = 64  # tokens per call of the compiled loop; the host looks at each block once
 
@@ -47,6 +62,8 @@ def generate(
   prefill_piece: int = 256,
   callback: Callable[[np.ndarray], Any] | None = None,
   state: Any = None,
+  draft: Any = None,
+  draft_tokens: int = 4,
 ) -> Int[np.ndarray, "B max_tokens"]:
   """Tokens that a model writes behind a batch of prompts.
 
@@ -86,6 +103,12 @@ def generate(
     state: of a `Completion` or of the model, which the prompt continues; None to begin. The state
       of a completion lacks its last token, so a prompt that goes on begins with that token. A
       state that is passed can be used again.
+    draft: what guesses the next tokens, so that the model reads several in one call: a smaller
+      model of the same vocabulary, or a function from the list of a row's tokens so far to a list
+      of guesses, which may be empty. At every temperature the tokens are those without a draft, up
+      to the rounding of the model's numbers. A draft model reads the prompt alone, and not what
+      `state` has read.
+    draft_tokens: guesses per call at most; what a function guesses beyond is left out.
 
   Returns:
     int32 [B max_tokens]; -1 behind the end of a row. `lajax.models.complete` takes the same
@@ -109,6 +132,8 @@ def generate(
     prefill_piece=prefill_piece,
     callback=callback,
     state=state,
+    draft=draft,
+    draft_tokens=draft_tokens,
   ).tokens
 
 
@@ -127,6 +152,8 @@ def complete(
   prefill_piece: int = 256,
   callback: Callable[[np.ndarray], Any] | None = None,
   state: Any = None,
+  draft: Any = None,
+  draft_tokens: int = 4,
 ) -> Completion:
   """Returns the tokens of `lajax.generate`, their log-probabilities and the state after them.
 
@@ -136,12 +163,14 @@ def complete(
   Arguments and errors are those of `lajax.generate`. The log-probabilities are those of the model:
   temperature and filters do not change them.
   """
-  _check_model(model)
+  check_model("model", model)
   max_tokens = check_whole("max_tokens", max_tokens)
   piece = check_whole("prefill_piece", prefill_piece)
   if callback is not None and not callable(callback):
     raise ValueError(f"`callback` must be callable or None; got {type(callback).__name__}.")
-  prompts = prompts_of(prompt, segment_ids, getattr(model, "vocab_size", None))
+  check_draft(draft, model)
+  draft_tokens = check_whole("draft_tokens", draft_tokens)
+  prompts = prompts_of(prompt, segment_ids, vocabulary_of(model))
   B = len(prompts.lengths)
   request = request_of(
     B,
@@ -152,21 +181,37 @@ def complete(
     stop_tokens=stop_tokens,
     key=key,
   )
-  graph, parameters = _split(model)
+  graph, parameters = split(model)
   _check_state(graph, parameters, B, state)
   prompts, carried = _behind(prompts, state)
   _check_room(graph, parameters, B, state, prompts.longest_document(carried, max_tokens))
   place = _placer(prompt, parameters)
   state = _begin(graph, parameters, state, place(prompts.last))
   for tokens, ids in prompts.pieces(piece):
-    state = _prefill(graph, parameters, state, place(tokens), place(ids))
-  rows = Rows(place(prompts.last), place(np.ones(B, bool)))
-  advance = functools.partial(_decode, graph, parameters, request, place(prompts.document))
-  return _decode_all(advance, rows, state, (B, max_tokens), callback)
+    state = prefill(graph, parameters, state, place(tokens), place(ids))
+  if draft is None:
+    rows = Rows(place(prompts.last), place(np.ones(B, bool)))
+    advance = functools.partial(_decode, graph, parameters, request, place(prompts.document))
+    return Completion(*_decode_all(advance, rows, state, (B, max_tokens), callback))
+  if isinstance(draft, nnx.Module):
+    guess, others = split(draft)
+    _check_room(guess, others, B, None, prompts.longest_document(np.zeros(B, int), max_tokens))
+    guessed = _begin(guess, others, None, place(prompts.last))
+    for tokens, ids in prompts.pieces(piece):
+      guessed = prefill(guess, others, guessed, place(tokens), place(ids))
+    drafter = ModelDraft(
+      guess, others, guessed, request, place(prompts.document), draft_tokens, place
+    )
+  else:
+    drafter = FunctionDraft(draft, prompts, draft_tokens, vocabulary_of(model))
+  advance = functools.partial(verify_rows, graph, parameters, request, place(prompts.document))
+  return Completion(
+    *decode_drafted(advance, drafter, prompts.last, state, max_tokens, request, callback, place)
+  )
 
 
-def _decode_all(advance, rows: "Rows", state, shape: tuple[int, int], callback) -> Completion:
-  """Runs the compiled loop, block by block, until all rows have ended."""
+def _decode_all(advance, rows: "Rows", state, shape: tuple[int, int], callback) -> tuple:
+  """Runs the compiled loop, block by block, until all rows have ended: parts of a `Completion`."""
   tokens, logprobs = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
   done, running = 0, np.ones(shape[0], bool)
   while done < shape[1] and running.any():
@@ -176,55 +221,13 @@ def _decode_all(advance, rows: "Rows", state, shape: tuple[int, int], callback) 
     now = slice(done, done + steps)
     tokens[:, now], logprobs[:, now] = block.tokens[:, :steps], block.logprobs[:, :steps]
     done += steps
-    if block.failed.any():
-      row = int(block.failed.argmax())
-      raise FloatingPointError(
-        f"the logits of row {row} hold NaN, or -inf alone, at new token "
-        f"{int((tokens[row] >= 0).sum())}: no token can be chosen. Look at the model's parameters, "
-        "and whether the prompt's tokens are in its vocabulary."
-      )
+    check_possible(block.failed, tokens)
     if callback is not None:
       callback(tokens[:, done - 1].copy())
-  return Completion(tokens, logprobs, (tokens >= 0).sum(axis=1), ~running, state)
+  return tokens, logprobs, (tokens >= 0).sum(axis=1), ~running, state
 
 
 # --- the compiled functions -----------------------------------------------------------------------
-# A model is an argument, by its graph and its arrays: equal models share what is compiled.
-
-
-class Graph:
-  """All of a model but its arrays, as a static argument of jit: compared and hashed once."""
-
-  def __init__(self, definition: Any, parameters: Any):
-    self.definition, self.parameters = definition, parameters
-    self._hash = hash((definition, parameters))
-
-  def merge(self, arrays: list[Array]) -> Any:
-    return nnx.merge(self.definition, jax.tree.unflatten(self.parameters, arrays))
-
-  def __hash__(self) -> int:
-    return self._hash
-
-  def __eq__(self, other) -> bool:
-    if self is other or not isinstance(other, Graph):
-      return self is other
-    return self.definition == other.definition and self.parameters == other.parameters
-
-
-def _split(model: nnx.Module) -> tuple[Graph, list[Array]]:
-  """Returns a model's graph, the same object for equal models, and its arrays.
-
-  jit compares static arguments in every call. For 28 layers that takes milliseconds, unless they
-  are one object.
-  """
-  definition, state = nnx.split(model)
-  arrays, parameters = jax.tree.flatten(state)
-  return _first_of_equal(Graph(definition, parameters)), arrays
-
-
-@functools.lru_cache(maxsize=1024)
-def _first_of_equal(graph: Graph) -> Graph:
-  return graph
 
 
 class Rows(NamedTuple):
@@ -252,17 +255,12 @@ def _begin(graph, parameters, state, token: Int[Array, "B"]):
 
   def f(parameters, state, token):
     model = graph.merge(parameters)
-    state = model.init_state(B) if state is None else state
-    one = token[:, None]
-    _, after = jax.eval_shape(lambda s: model(one, s, segment_ids=jnp.zeros_like(one)), state)
-    like, structure = jax.tree.flatten(after)
-    pairs = zip(jax.tree.leaves(state), like, strict=True)
-    return jax.tree.unflatten(structure, [jnp.copy(s.astype(x.dtype)) for s, x in pairs])
+    return settled(model, model.init_state(B) if state is None else state, token)
 
   def specs(parameters, state, token):
     rows = spec_of(token)[0]
     of_batch = lambda axis: PartitionSpec(*[None] * axis, rows) if axis >= 0 else PartitionSpec()
-    made = jax.tree.map(of_batch, _axes(graph, parameters, (B, 0), (B + 1, 0)))
+    made = jax.tree.map(of_batch, axes_that_differ(graph, parameters, (B, 0), (B + 1, 0)))
     if state is None:
       return made
     own = lambda s, spec: spec if explicit_mesh(s) is None else spec_of(s)
@@ -270,14 +268,6 @@ def _begin(graph, parameters, state, token: Int[Array, "B"]):
     return jax.tree.unflatten(jax.tree.structure(made), [own(*pair) for pair in given])
 
   return on_automatic_axes(f, specs)(parameters, state, token)
-
-
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
-def _prefill(graph, parameters, state, tokens: Int[Array, "B P"], ids: Int[Array, "B P"]):
-  """Returns the state after a piece. Its logits are not used, so XLA leaves the output head out."""
-  read = lambda p, state, tokens, ids: graph.merge(p)(tokens, state, segment_ids=ids)[1]
-  specs = lambda p, state, tokens, ids: jax.tree.map(spec_of, state)
-  return on_automatic_axes(read, specs)(parameters, state, tokens, ids)
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
@@ -290,7 +280,7 @@ def _decode(graph, parameters, request: Request, document, rows: Rows, state, do
       n, (token, running), state, block = carry
       ids = jnp.where(running, document, -1)[:, None]
       logits, state = graph.merge(parameters)(token[:, None], state, segment_ids=ids)
-      token, logprob = _choose(request, logits[:, 0], done + n)
+      token, logprob = choose(request, logits[:, 0], done + n)
       failed = running & (token < 0)
       token, logprob = jnp.where(running, token, -1), jnp.where(running, logprob, 0)
       running &= ~failed
@@ -317,28 +307,7 @@ def _decode(graph, parameters, request: Request, document, rows: Rows, state, do
   return on_automatic_axes(f, specs)(*arguments)
 
 
-def _choose(request: Request, logits: Float[Array, "B V"], number: Int[Array, ""]):
-  """Returns the new token of every row and the log-probability that the model gives it."""
-  keys = request.keys
-  if keys is not None:
-    keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-  options = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-  token = jax.vmap(lambda k, x, o: sample(k, x, **o))(keys, logits, options)
-  wide = logits.astype(promoted(logits.dtype, jnp.float32))
-  at_token = jnp.take_along_axis(wide, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
-  return token, at_token - jax.nn.logsumexp(wide, axis=1)
-
-
 # --- models, states and meshes --------------------------------------------------------------------
-
-
-def _check_model(model: Any) -> None:
-  if not isinstance(model, nnx.Module) or not callable(getattr(model, "init_state", None)):
-    raise ValueError(
-      "`model` must be an nnx.Module with `init_state(batch)` and the call `logits, state = "
-      f"model(tokens, state, segment_ids=ids)`, as lajax.models.RecallModel; got "
-      f"{type(model).__name__}."
-    )
 
 
 def _check_state(graph, parameters, B: int, state: Any) -> None:
@@ -346,7 +315,7 @@ def _check_state(graph, parameters, B: int, state: Any) -> None:
   if state is None:
     return
   leaves = jax.tree.leaves(state)
-  wanted = len(jax.tree.leaves(_first_state.eval_shape(graph, parameters, B)))
+  wanted = len(jax.tree.leaves(first_state.eval_shape(graph, parameters, B)))
   if len(leaves) != wanted or not all(hasattr(x, "shape") for x in leaves):
     raise ValueError(
       f"`state` must be None, a completion's state or model.init_state({B}), {wanted} arrays; "
@@ -373,32 +342,10 @@ def _behind(prompts: Prompts, state: Any) -> tuple[Prompts, np.ndarray]:
   return prompts, np.where(continues, length, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "batch", "longer"))
-def _first_state(graph, parameters, batch: int, longer: int = 0):
-  """Returns the model's first state, with caches of so many more places."""
-  model = graph.merge(parameters)
-  for _, module in nnx.iter_modules(model):
-    if isinstance(module, CachedMixer):
-      module.max_length += longer
-  return model.init_state(batch)
-
-
-def _axes(graph, parameters, one: tuple[int, int], other: tuple[int, int]):
-  """Axis of each array of a state whose size differs between two (batch, longer); -1 for none."""
-
-  def axis(a, b) -> int:
-    pairs = zip(a.shape, b.shape, strict=True)
-    return next((n for n, (x, y) in enumerate(pairs) if x != y), -1)
-
-  return jax.tree.map(
-    axis, *(_first_state.eval_shape(graph, parameters, *sizes) for sizes in (one, other))
-  )
-
-
 def _check_room(graph, parameters, B: int, state: Any, longest: int) -> None:
   """ValueError where a document outgrows a key-value cache. A ring of a window takes any length."""
-  given = jax.tree.leaves(_first_state.eval_shape(graph, parameters, B) if state is None else state)
-  axes = jax.tree.leaves(_axes(graph, parameters, (B, 0), (B, 1)))
+  given = jax.tree.leaves(first_state.eval_shape(graph, parameters, B) if state is None else state)
+  axes = jax.tree.leaves(axes_that_differ(graph, parameters, (B, 0), (B, 1)))
   places = min((x.shape[n] for x, n in zip(given, axes, strict=True) if n >= 0), default=longest)
   if longest > places:
     raise ValueError(

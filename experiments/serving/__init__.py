@@ -1,0 +1,1 @@
+"""The experiment `serve.py`: its configuration, its measurements, its table and figures."""
