@@ -234,12 +234,32 @@ def deltanet(layer, x):
   )
 
 
-def gated_deltanet(layer, x):
-  p = parts(
-    layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 4, 12), ("beta", 4), ("a", 4), ("gate", 4, 12)]
-  )
+def gated_delta_parts(layer, x, HV=2, V=8, **others):
+  """The projections of a `GatedDeltaMixer`, q and k at unit length, and the decay."""
+  own = [("q", 2, 8), ("k", 2, 8), ("v", HV, V), ("beta", HV), ("a", HV), ("gate", HV, V)]
+  p = parts(layer, x, own + [(name, *shape) for name, shape in others.items()])
   decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
-  o = recur(l2(p["q"]), l2(p["k"]), p["v"], decay, 2 * sigmoid(p["beta"]))
+  return p | {"q": l2(p["q"]), "k": l2(p["k"])}, decay
+
+
+def gated_deltanet(HV, V, act, top):
+  def f(layer, x):
+    p, decay = gated_delta_parts(layer, x, HV, V)
+    o = recur(p["q"], p["k"], p["v"], decay, top * sigmoid(p["beta"]))
+    return rms(o, np.asarray(layer.norm.weight)) * act(p["gate"])
+
+  return f
+
+
+def qdelta(layer, x):
+  p, decay = gated_delta_parts(layer, x, 4, feedback=(4,))
+  beta, feedback, o = sigmoid(p["beta"]), sigmoid(p["feedback"] - 0.9), np.zeros((T, 4, 8))
+  for h in range(4):
+    S = np.zeros((8, 8))
+    for t in range(T):
+      q, k, S = p["q"][t, h // 2], p["k"][t, h // 2], decay[t, h] * S
+      S = S + np.outer(k, beta[t, h] * (p["v"][t, h] - S.T @ (k + feedback[t, h] * q)))
+      o[t, h] = S.T @ q / np.sqrt(8)
   return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
 
 
@@ -464,13 +484,10 @@ def gated_oja(layer, x):
 
 
 def comba(layer, x):
-  p = parts(
-    layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("a", 2), ("gate", 2, 8)]
-  )
-  decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
-  k, beta, o = l2(p["k"]), sigmoid(p["beta"]), np.zeros((T, 2, 8))
+  p, decay = gated_delta_parts(layer, x)
+  k, beta, o = p["k"], sigmoid(p["beta"]), np.zeros((T, 2, 8))
   feedback = sigmoid(np.asarray(layer.d))[:, None] * k
-  q = l2(p["q"]) - np.asarray(layer.D)[:, None] * feedback
+  q = p["q"] - np.asarray(layer.D)[:, None] * feedback
   for h in range(2):
     S = np.zeros((8, 8))
     for t in range(T):
@@ -519,7 +536,9 @@ EQUATIONS = {
   "Mamba2": mamba2(2, 8, 1),
   "Mamba2-groups": mamba2(4, 6, 2),
   "DeltaNet": deltanet,
-  "GatedDeltaNet-grouped": gated_deltanet,
+  "GatedDeltaNet": gated_deltanet(2, 8, silu, 1),
+  "GatedDeltaNet-grouped": gated_deltanet(4, 12, sigmoid, 2),
+  "QDelta": qdelta,
   "KimiDeltaAttention": kda(2, 8, bounded=False),
   "KimiDeltaAttention-bounded": kda(4, None, bounded=True),
   "DeltaProduct": delta_product,

@@ -128,6 +128,7 @@ MIXERS: dict[str, Mixer] = {
   ),
   "gated_oja": Mixer("Gated Oja", matrix_state(L.GatedOja, has_output_gate=True)),
   "comba": Mixer("Comba", matrix_state(L.Comba, has_output_gate=True)),
+  "qdelta": Mixer("Q-Delta", matrix_state(L.QDelta, has_output_gate=True)),
   "mlstm": Mixer("mLSTM", matrix_state(L.MLSTM, has_output_gate=True)),
   "rwkv6": Mixer("RWKV-6", token_shift(L.RWKV6)),
   "rwkv7": Mixer("RWKV-7", token_shift(L.RWKV7)),

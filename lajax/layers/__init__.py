@@ -32,6 +32,7 @@ from lajax.layers.mla import MLA
 from lajax.layers.mlstm import MLSTM
 from lajax.layers.parameters import GatedRMSNorm
 from lajax.layers.performer import Performer
+from lajax.layers.qdelta import QDelta
 from lajax.layers.retnet import RetNet
 from lajax.layers.rglru import RGLRU
 from lajax.layers.rwkv6 import RWKV6
@@ -73,6 +74,7 @@ __all__ = [
   "Mamba2",
   "Mixer",
   "Performer",
+  "QDelta",
   "ReBased",
   "RetNet",
   "ShortConv",
