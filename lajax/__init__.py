@@ -8,7 +8,7 @@
     y, state = layer(x)  # a layer: x, y [B T D]
 
 Ops: `linear_attention`, `normalized_linear_attention`, `delta_rule`, `delta_product`, `gated_oja`,
-`dplr`, `mlstm`, `linear_recurrence`, softmax `attention`, and over whole documents
+`dplr`, `mlstm`, `mamba3`, `linear_recurrence`, softmax `attention`, and over whole documents
 `bidirectional_linear_attention` and `efficient_attention`. Every op takes packed documents
 (`segment_ids`, `loss_mask`) and carries a state (`initial_state`) from call to call; `impl` chooses
 how it is computed, never what.
@@ -40,6 +40,7 @@ from lajax.ops import (  # noqa: E402
   linear_attention,
   linear_recurrence,
   loss_mask,
+  mamba3,
   mlstm,
   normalized_linear_attention,
   segment_ids,
@@ -56,6 +57,7 @@ __all__ = [
   "linear_attention",
   "linear_recurrence",
   "loss_mask",
+  "mamba3",
   "mlstm",
   "normalized_linear_attention",
   "segment_ids",

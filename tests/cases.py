@@ -128,6 +128,14 @@ _ALL = [
     equations.scan(equations.add_stabilised, equations.read_stabilised), GATED[:-1],
     cancelling=("dq", "dk"),
   ),
+  *(
+    Case(
+      "mamba3", gate, samplers.mamba3,
+      equations.scan(equations.add_trapezoid, equations.read_trapezoid), rows,
+      options=(("scale", None),),
+    )
+    for gate, rows in (("head", ("plain", "mixed", "inf")), ("ranks", ("plain", "mixed")))
+  ),
   _attention("none", equation=equations.softmax, rows=("plain",)),
   _attention(
     "forget", equation=equations.softmax,
@@ -277,7 +285,8 @@ def well_formed(op: str) -> dict[str, Any]:
     return arguments("linear_attention-head") | {
       "bonus": arguments("linear_attention-bonus")["bonus"]
     }
-  return arguments(f"{op}-{'vector' if op == 'linear_recurrence' else 'head'}")
+  found = arguments(f"{op}-{'vector' if op == 'linear_recurrence' else 'head'}")
+  return {name: x for name, x in found.items() if x is not None}
 
 
 # --- running an op --------------------------------------------------------------------------------

@@ -118,6 +118,21 @@ def add_low_rank(state, token):
   return decay(token, state) + outer(b, np.einsum("hkv,hk->hv", state, a)) + outer(k, token["v"])
 
 
+def add_trapezoid(state, token):
+  """The R keys and values of a token stand on the first axis, if there are any."""
+  S, k, v = state
+  write = lambda k, v: outer(heads(k, v), v) if k.ndim == 2 else sum(map(write, k, v))
+  lam, dt, decay = (x[:, None, None] for x in (token["trapezoid"], token["dt"], np.exp(token["g"])))
+  S = decay * S + (1 - lam) * dt * decay * write(k, v) + lam * dt * write(token["k"], token["v"])
+  return S, token["k"], token["v"]
+
+
+def read_trapezoid(state, token, scale):
+  ranks = token["q"] if token["q"].ndim == 3 else token["q"][None]
+  o = np.stack([read(state[0], {"q": q}, scale) for q in ranks])
+  return o.reshape(token["v"].shape)
+
+
 def add_stabilised(state, token):
   C, n, m = state
   i, f, k = token["i"], token["f"], heads(token["k"], token["v"])

@@ -66,6 +66,8 @@ CASES = (
   _case("Mamba2", L.Mamba2, 2, 8, state_dim=8, plain=True),
   _case("Mamba2-groups", L.Mamba2, 4, 8, state_dim=6, num_groups=2, conv_size=None, norm_groups=2, dt_limits=(0.5, 2.0),
     multipliers=(0.5, 0.6, 0.7, 0.8, 0.9)),
+  _case("Mamba3", L.Mamba3, 4, 8, state_dim=4, num_groups=2, use_norm=True),
+  _case("Mamba3-ranks", L.Mamba3, 2, 8, state_dim=4, rank=2, rope_fraction=1.0, use_bias=True),
   _case("DeltaNet", L.DeltaNet, 2, 8, plain=True),
   _case("DeltaNet-reflect", L.DeltaNet, 2, 8, allow_negative_eigenvalues=True, use_gate=True, conv_size=2),
   _case("GatedDeltaNet", L.GatedDeltaNet, 2, 8, plain=True),

@@ -141,6 +141,20 @@ def mlstm(rng, gate, row, s):
   }
 
 
+def mamba3(rng, gate, row, s):
+  """One key per token with the gate "head", two with "ranks"."""
+  ranks = () if gate == "head" else (2,)
+  draw = lambda heads, width: _normal(rng, 1, s.T, *ranks, heads, width)
+  x = {"q": draw(s.H, s.K), "k": draw(s.H, s.K), "v": draw(s.HV, s.V)}
+  last = lambda x: _normal(rng, 1, *x.shape[2:])
+  return x | {
+    "g": ROWS[row](rng, (1, s.T, s.HV)),
+    "dt": rng.uniform(0.1, 1, (1, s.T, s.HV)),
+    "trapezoid": rng.uniform(size=(1, s.T, s.HV)),
+    "initial_state": (_normal(rng, 1, s.HV, s.K, s.V), last(x["k"]), last(x["v"])),
+  }
+
+
 def linear_recurrence(rng, gate, row, s):
   trailing = (s.V,) if gate == "vector" else (s.V, 12)  # [B T D], or Mamba's [B T D N]
   return {

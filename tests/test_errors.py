@@ -26,6 +26,7 @@ OPS = (
   "gated_oja",
   "dplr",
   "mlstm",
+  "mamba3",
   "linear_recurrence",
   "attention",
 )
@@ -59,7 +60,7 @@ def error(op: str, **changes) -> str:
 
 # --- the table ---
 
-GATES = {"g", "log_a", "i", "f", "log_forget", "beta"}
+GATES = {"g", "log_a", "i", "f", "log_forget", "beta", "dt", "trapezoid"}
 OPTIONAL = {
   "g",
   "bonus",
@@ -165,6 +166,8 @@ WRONG_SIZE = [
   ("delta_product", "beta", ones(B, T, R + 1, HV), ["[B T R HV] = (2, 5, 2, 4)", "(2, 5, 3, 4)", "R differs"]),
   ("gated_oja", "g", ones(B, T, HV, K), ["[B T HV V] = (2, 5, 4, 6)", "(2, 5, 4, 3)", "V differs"]),
   ("mlstm", "f", ones(B, T, H), ["[B T HV] = (2, 5, 4)", "(2, 5, 2)", "HV differs"]),
+  ("mamba3", "dt", ones(B, T, H), ["[B T HV] = (2, 5, 4)", "(2, 5, 2)", "HV differs"]),
+  ("mamba3", "k", ones(B, T, R, H, K), ["[B T H K]", "rank 5"]),
   ("attention", "sink", ones(H), ["[H] = (4,)", "(2,)"]),
   ("linear_recurrence", "log_a", ones(B, T, V + 1), ["(2, 5, 6)", "(2, 5, 7)", "`x`"]),
   ("linear_attention", "g", ones(B, T), ["[B T HV] or [B T HV K]", "rank 2"]),
@@ -205,7 +208,9 @@ def test_linear_recurrence_needs_tokens(x):
 )
 def test_value_heads_are_a_multiple(op):
   arguments = {n: x for n, x in well_formed(op).items() if n in ("q", "k", "a", "b", "segment_ids")}
-  gates = {n: ones(B, T, 3) for n in ("beta", "i", "f") if n in well_formed(op)}
+  gates = {
+    n: ones(B, T, 3) for n in ("beta", "g", "i", "f", "dt", "trapezoid") if n in well_formed(op)
+  }
   with pytest.raises(ValueError, match=r"3 heads of `v` \(HV\) must be a multiple of the 2 heads"):
     getattr(lajax, op)(**arguments, **gates, v=ones(B, T, 3, V))
 

@@ -227,6 +227,46 @@ def mamba2(H, N, G):
   return f
 
 
+def mamba3(H, G, R, angles):
+  """The printed recurrence, with both ends of a step in one update."""
+
+  def f(layer, x):
+    ranks = () if layer.rank is None else (R,)
+    gates = [(name, H) for name in ("dt", "rate", "trapezoid")]
+    keys = [("B", *ranks, G, 4), ("C", *ranks, G, 4)]
+    p = parts(layer, x, [("z", H, 8), ("u", H, 8), *keys, *gates, ("angle", angles)])
+    dt, a = softplus(p["dt"] + np.asarray(layer.dt_bias)), p["rate"]
+    a = np.where(a >= 0, 1 + a, 1 / (1 - np.minimum(a, 0)))
+    alpha, lam = np.exp(-dt * np.maximum(a, 1e-4)), sigmoid(p["trapezoid"])
+    theta = np.cumsum(np.pi * dt[..., None] * np.tanh(p["angle"])[:, None], axis=0)
+
+    def turn(x, norm, bias):
+      x = rms(x.reshape(T, R, G, 4), np.asarray(norm.weight)).repeat(H // G, axis=2)
+      x = x + np.asarray(bias).reshape(R, H, 4)
+      for n in range(angles):
+        a, b = x[..., 2 * n].copy(), x[..., 2 * n + 1].copy()
+        cos, sin = np.cos(theta[:, None, :, n]), np.sin(theta[:, None, :, n])
+        x[..., 2 * n], x[..., 2 * n + 1] = a * cos - b * sin, a * sin + b * cos
+      return x
+
+    q, k = turn(p["C"], layer.C_norm, layer.C_bias), turn(p["B"], layer.B_norm, layer.B_bias)
+    weight = lambda w: np.asarray(w) if ranks else np.ones((R, H, 8))
+    v = p["u"][:, None] * weight(getattr(layer, "rank_u", None))
+    z = p["z"][:, None] * weight(getattr(layer, "rank_z", None))
+    o = np.zeros_like(v)
+    for h in range(H):
+      S, before = np.zeros((4, 8)), np.zeros((4, 8))
+      for t in range(T):
+        write = k[t, :, h].T @ v[t, :, h]
+        S = alpha[t, h] * (S + (1 - lam[t, h]) * dt[t, h] * before) + lam[t, h] * dt[t, h] * write
+        o[t, :, h], before = q[t, :, h] @ S + layer.D[h] * v[t, :, h], write
+    if layer.norm is not None:
+      o = rms(o, np.asarray(layer.norm_weight))
+    return (o * silu(z) * weight(getattr(layer, "rank_out", None))).sum(1)
+
+  return f
+
+
 def deltanet(layer, x):
   p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2)])
   return rms(
@@ -535,6 +575,8 @@ EQUATIONS = {
   "GLA": gla,
   "Mamba2": mamba2(2, 8, 1),
   "Mamba2-groups": mamba2(4, 6, 2),
+  "Mamba3": mamba3(4, 2, 1, 1),
+  "Mamba3-ranks": mamba3(2, 1, 2, 2),
   "DeltaNet": deltanet,
   "GatedDeltaNet": gated_deltanet(2, 8, silu, 1),
   "GatedDeltaNet-grouped": gated_deltanet(4, 12, sigmoid, 2),

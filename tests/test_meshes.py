@@ -28,7 +28,7 @@ def draw(name: str, letters: str, rng) -> jax.Array:
   x = 0.5 * rng.standard_normal([SIZES[axis] for axis in letters.split()])
   if name in GATE:
     x = -abs(x)
-  if name in ("beta", "erase", "write"):
+  if name in ("beta", "erase", "write", "dt", "trapezoid"):
     x = 1 / (1 + np.exp(-x))
   return jnp.asarray(x, jnp.float32)
 
@@ -67,6 +67,9 @@ STATEFUL = {  # op, letters of its arguments
   "gated_oja": (lajax.gated_oja, QKV | dict(beta="B T HV", g="B T HV") | MATRIX, {}),
   "dplr": (lajax.dplr, QKV | dict(a="B T H K", b="B T H K", g="B T HV K") | MATRIX, {}),
   "mlstm": (lajax.mlstm, QKV | dict(i="B T HV", f="B T HV", initial_state=("B HV K V", "B HV K", "B HV")), {}),
+  "mamba3": (
+    lajax.mamba3, QKV | dict(g="B T HV", dt="B T HV", trapezoid="B T HV", initial_state=("B HV K V", "B H K", "B HV V")), {},
+  ),
   "linear_recurrence": (lajax.linear_recurrence, dict(x="B T D", log_a="B T D", initial_state="B D"), {}),
 }  # fmt: skip
 IMPLS = ("recurrent", "associative", "chunked")

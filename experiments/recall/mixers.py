@@ -94,6 +94,13 @@ def griffin(s: Sizes) -> Callable:
   return functools.partial(L.GriffinBlock, s.d_model, s.num_heads * s.value_width, s.num_heads)
 
 
+def mamba3(s: Sizes) -> Callable:
+  """The same, without a short convolution: the update reads the token before."""
+  return functools.partial(
+    L.Mamba3, s.d_model, num_heads=s.num_heads, head_dim=s.value_width, state_dim=s.key_width
+  )
+
+
 def mamba2(s: Sizes) -> Callable:
   """Makes the heads as wide as the values, and the state dimension as wide as the keys."""
   return functools.partial(
@@ -116,6 +123,7 @@ MIXERS: dict[str, Mixer] = {
   "gla": Mixer("GLA", matrix_state(L.GLA, has_output_gate=True)),
   "mamba": Mixer("Mamba", mamba),
   "mamba2": Mixer("Mamba-2", mamba2),
+  "mamba3": Mixer("Mamba-3", mamba3),
   "deltanet": Mixer("DeltaNet", matrix_state(L.DeltaNet)),
   "gated_deltanet": Mixer("Gated DeltaNet", matrix_state(L.GatedDeltaNet, has_output_gate=True)),
   "kda": Mixer("Kimi Delta Attention", matrix_state(L.KimiDeltaAttention, has_output_gate=True)),

@@ -67,6 +67,19 @@ def rwkv6(q, k, v, g, bonus):
   return over_tokens(step, _zeros(k, v), q, k, v, g)
 
 
+def mamba3(q, k, v, g, dt, trapezoid):
+  q, k, v, g, dt, mix = _wide(q, k, v, g, dt, trapezoid)
+
+  def step(state, q, k, v, g, dt, mix):
+    S, k_before, v_before = state
+    before = jnp.einsum("bh,bhk,bhv->bhkv", (1 - mix) * dt, k_before, v_before)
+    S = _decayed(S + before, g) + jnp.einsum("bh,bhk,bhv->bhkv", mix * dt, k, v)
+    return (S, k, v), jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  first = _zeros(k, v), jnp.zeros_like(k[:, 0]), jnp.zeros_like(v[:, 0])
+  return over_tokens(step, first, q, k, v, g, dt, mix)
+
+
 def gdn2(q, k, v, g, erase, write):
   q, k, v, g, erase, write = _wide(q * q.shape[-1] ** -0.5, k, v, g, erase, write)
 
@@ -225,6 +238,7 @@ PLAIN: dict[str, dict[str, Baseline]] = {
     "jax.nn.dot_product_attention": Baseline(dot_product_attention),
   },
   "rwkv6": {TOKEN_SCAN: Baseline(rwkv6)},
+  "mamba3": {TOKEN_SCAN: Baseline(mamba3)},
   "gdn2": {TOKEN_SCAN: Baseline(gdn2)},
   "delta_product": {TOKEN_SCAN: Baseline(delta_product)},
   "gated_oja": {TOKEN_SCAN: Baseline(gated_oja)},

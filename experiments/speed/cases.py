@@ -109,6 +109,12 @@ def _mlstm(rng, c, T):
   return _qkv(rng, c, T) | gates
 
 
+def _mamba3(rng, c, T):
+  x, shape = _qkv(rng, c, T), (c.batch, T, c.heads)
+  gates = {"g": _log_decay(rng, *shape), "dt": _sigmoid(rng, *shape)}
+  return x | gates | {"trapezoid": _sigmoid(rng, *shape)}
+
+
 _additive_size = lambda c: c.batch * c.heads * c.width * (c.value_width or c.width)
 _matrix_size = lambda c: _additive_size(c) + c.batch * c.heads * c.width * c.width
 _value_size = lambda c: _additive_size(c) + c.batch * c.heads * (c.value_width or c.width) ** 2
@@ -148,6 +154,9 @@ CORE: dict[str, Op] = {  # timed by default
 OPS: dict[str, Op] = CORE | {
   "rwkv6": _linear(
     draw=_rwkv6, meaning="gla with a bonus for the token itself", untimed=("bonus",)
+  ),
+  "mamba3": Op(
+    lajax.mamba3, _mamba3, R.mamba3_step, _additive_size, meaning="trapezoidal linear attention"
   ),
   "gdn2": Op(
     functools.partial(lajax.delta_rule, beta=None),

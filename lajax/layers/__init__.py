@@ -27,6 +27,7 @@ from lajax.layers.lightning import Lightning
 from lajax.layers.linear_attention import LinearAttention
 from lajax.layers.mamba import Mamba
 from lajax.layers.mamba2 import Mamba2
+from lajax.layers.mamba3 import Mamba3
 from lajax.layers.mixer import Mixer
 from lajax.layers.mla import MLA
 from lajax.layers.mlstm import MLSTM
@@ -72,6 +73,7 @@ __all__ = [
   "LinearAttention",
   "Mamba",
   "Mamba2",
+  "Mamba3",
   "Mixer",
   "Performer",
   "QDelta",

@@ -8,6 +8,7 @@ from lajax.recurrence.steps import (
   gated_oja_step,
   linear_attention_step,
   linear_recurrence_step,
+  mamba3_step,
   mlstm_step,
   normalized_linear_attention_step,
 )
@@ -20,6 +21,7 @@ __all__ = [
   "gated_oja_step",
   "linear_attention_step",
   "linear_recurrence_step",
+  "mamba3_step",
   "mlstm_step",
   "normalized_linear_attention_step",
 ]

@@ -9,6 +9,7 @@ implementation of choice; `lajax.recurrence.steps` runs it over one.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,10 @@ from jaxtyping import Array, Int
 from lajax import _shapes
 from lajax._meshes import axes_of_letters, spec_for, spec_of
 from lajax._numerics import NEGLIGIBLE, accumulation_dtype, vary_like
-from lajax.recurrence import delta_rule, dplr, linear_attention, linear_recurrence, mlstm
-from lajax.recurrence.documents import blank_padding
+from lajax.recurrence import delta_rule, dplr, linear_attention, linear_recurrence, mamba3, mlstm
+from lajax.recurrence.documents import blank_padding, packing, without_padding
 from lajax.recurrence.rule import Rule
+from lajax.recurrence.tokens import recurrent
 
 CHUNK = 64  # tokens in a chunk
 CHANNEL_CHUNK = 32  # with decays per channel, whose scores cost more per pair of tokens
@@ -33,9 +35,12 @@ class Call(NamedTuple):
   arrays: Mapping[str, Any]  # by name; None where an optional one was left out
   state: tuple  # parts of the state before the first token; all None for zeros
   segment_ids: Int[Array, "B T"] | None
-  scale: Any  # of the queries: a float, or a traced array without axes
-  eps: float = 0.0  # added to the denominator of a normalised output
+  scale: Any = None  # of the queries: a float, or a traced array without axes
+  options: Mapping[str, Any] = MappingProxyType({})  # static ones of the family, by name
   by_kernels: bool = False
+  # (family, arrays, state, scale=None) -> (output, parts of the final state): another family on the
+  # same documents, by the call's implementation.
+  aside: Callable = NotImplemented
 
   @property
   def dtype(self) -> jnp.dtype:
@@ -164,9 +169,9 @@ def _normalized(call: Call) -> Problem:
     state = jnp.zeros(shape, call.dtype)
   else:
     state = jnp.concatenate([S, z[..., None]], axis=-1).astype(call.dtype)
-  rule, output = linear_attention.normalized(call.eps), lambda o: o
+  rule, output = linear_attention.normalized(call.options["eps"]), lambda o: o
   if call.by_kernels:  # they know nothing of the division
-    rule, output = linear_attention.rule, lambda o: linear_attention.divided(o, call.eps)
+    rule, output = linear_attention.rule, lambda o: linear_attention.divided(o, call.options["eps"])
     v = linear_attention.with_ones(v.astype(accumulation_dtype(v)))
   tokens = linear_attention.AdditiveTokens(x["q"], x["k"], v, x["g"])
   split = lambda state: (state[..., :-1], state[..., -1])
@@ -201,6 +206,34 @@ def _mlstm(call: Call) -> Problem:
     q, k, linear_attention.with_ones(v) * write[..., None], g
   )
   return Problem(linear_attention.rule, tokens, state, ids, output, final)
+
+
+def _trapezoidal(call: Call) -> Problem:
+  """Linear attention that writes the token before; see `mamba3`."""
+  x, dtype, ids = call.arrays, call.dtype, call.segment_ids
+  several = x["q"].ndim == 5  # keys per token
+  per_rank = lambda a: a if several else a[:, :, None]
+  q, k, v = (per_rank(x[name]) for name in "qkv")
+  S, last_k, last_v = call.state
+  if S is None or last_k is None or last_v is None:
+    S = jnp.zeros((*x["g"].shape[::2], k.shape[-1], v.shape[-1]), dtype)
+    last_k, last_v = (jnp.zeros((a.shape[0], *a.shape[2:]), dtype) for a in (k, v))
+  elif not several:
+    last_k, last_v = last_k[:, None], last_v[:, None]
+  g, dt, mix = (x[name].astype(dtype) for name in ("g", "dt", "trapezoid"))
+  parts = mamba3.trapezoid(q, k, v, g, dt, mix, last_k, last_v, ids)
+
+  def output(o):
+    o = o.astype(dtype).reshape(v.shape) + mamba3.unread(parts, call.scale)
+    return o if several else o[:, :, 0]
+
+  def final(state):
+    S, *last = mamba3.last_state(state, parts, last_k, last_v, ids)
+    return S, *(a if several else a[:, 0] for a in last)
+
+  tokens = linear_attention.AdditiveTokens(*mamba3.recurrence(parts))
+  written = None if ids is None else jnp.repeat(ids, q.shape[2], axis=1)
+  return Problem(linear_attention.rule, tokens, S.astype(dtype), written, output, final)
 
 
 def _elementwise(call: Call) -> Problem:
@@ -288,6 +321,20 @@ MLSTM = Family(
   weights=("i",),
   problem=_mlstm,
 )
+_STEPS = dict.fromkeys(("g", "dt", "trapezoid"), "B T HV")
+MAMBA3 = Family(
+  arrays=QKV | _STEPS,
+  state=MATRIX | {"k": "B H K", "v": "B HV V"},
+  gates=tuple(_STEPS),
+  problem=_trapezoidal,
+)
+MAMBA3_MIMO = Family(
+  arrays={"q": "B T R H K", "k": "B T R H K", "v": "B T R HV V"} | _STEPS,
+  state=MATRIX | {"k": "B R H K", "v": "B R HV V"},
+  gates=tuple(_STEPS),
+  output="B T R HV V",
+  problem=_trapezoidal,
+)
 DELTA_RULE = Family(
   arrays=QKV
   | {"beta": "B T HV | None"}
@@ -355,6 +402,45 @@ def widened(problem: Problem, scale):
   if scale is not None:
     tokens = tokens._replace(q=tokens.q * jnp.asarray(scale, dtype))
   return tokens, vary_like(problem.state, tokens)
+
+
+def problem_of(family: Family, call: Call, run: Callable) -> Problem:
+  """Returns the problem of a call, whose `aside` computes by `run`, as `solve` does."""
+
+  def aside(other: Family, arrays, state, scale=None):
+    return solve(other, Call(arrays, state, call.segment_ids, scale), run)
+
+  return family.problem(call._replace(aside=aside))
+
+
+def solve(family: Family, call: Call, run: Callable) -> tuple[Array, tuple]:
+  """Returns the output of a call, and the parts of its final state.
+
+  Args:
+    family: of the call.
+    call: its arguments, checked.
+    run: (family, problem, document, scale) -> (output of the rule, final state).
+  """
+  problem, like = problem_of(family, call, run), call.arrays[family.like]
+  if is_empty(problem):
+    return jnp.zeros(family.output_shape(call), like.dtype), problem.final(problem.state)
+  document = is_token = None
+  if problem.segment_ids is not None:
+    document, is_token = packing(problem.segment_ids)
+    problem = problem._replace(tokens=blank_padding(problem.tokens, is_token))
+  o, final = run(family, problem, document, call.scale)
+  o = problem.output(without_padding(o, is_token))
+  return o.astype(like.dtype), problem.final(final)
+
+
+def is_empty(problem: Problem) -> bool:
+  """Says whether there is nothing to compute: no tokens, or a state without numbers."""
+  return 0 in problem.state.shape or any(x.shape[1] == 0 for x in jax.tree.leaves(problem.tokens))
+
+
+def by_tokens(family: Family, problem: Problem, document, scale):
+  """Runs the rule of a problem token by token."""
+  return recurrent(problem.rule, *widened(problem, scale), document)
 
 
 def layouts(family: Family, call: Call, *, one_token: bool = False):

@@ -16,7 +16,6 @@ from lajax import _shapes
 from lajax._meshes import on_automatic_axes
 from lajax.recurrence import families
 from lajax.recurrence.families import Call, Family
-from lajax.recurrence.tokens import recurrent
 
 Matrix = Float[Array, "B HV K V"]
 WithNormalizer = tuple[Matrix, Float[Array, "B HV K"]]
@@ -88,7 +87,7 @@ def normalized_linear_attention_step(
   """
   eps = _shapes.check_not_negative("eps", eps)
   return _step(
-    families.NORMALIZED_LINEAR_ATTENTION, state, dict(q=q, k=k, v=v, g=g), scale, eps=eps
+    families.NORMALIZED_LINEAR_ATTENTION, state, dict(q=q, k=k, v=v, g=g), scale, {"eps": eps}
   )
 
 
@@ -250,6 +249,41 @@ def mlstm_step(
   return _step(families.MLSTM, state, dict(q=q, k=k, v=v, i=i, f=f), scale)
 
 
+def mamba3_step(
+  state: tuple[Matrix, Array, Array],
+  q: Float[Array, "B H K"] | Float[Array, "B R H K"],
+  k: Float[Array, "B H K"] | Float[Array, "B R H K"],
+  v: Float[Array, "B HV V"] | Float[Array, "B R HV V"],
+  g: Float[Array, "B HV"],
+  dt: Float[Array, "B HV"],
+  trapezoid: Float[Array, "B HV"],
+  *,
+  scale: float | None = 1.0,
+) -> tuple[tuple[Matrix, Array, Array], Array]:
+  """One token of `lajax.mamba3`.
+
+      S = exp(g) S + (1 - lambda) dt exp(g) k' v'^T + lambda dt k v^T ,   o = scale S^T q
+
+  with the k' and v' of the token before.
+
+  Args:
+    state: (S [B HV K V], k', v'), before the token.
+    q, k: [B H K], or [B R H K] for MIMO.
+    v: [B HV V], or [B R HV V] for MIMO.
+    g, dt, trapezoid: [B HV], log decay (natural) <= 0, step size, and lambda in (0, 1).
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state (S, k, v) behind the token, in float32 (float64 if an input is), and o of the shape
+    and dtype of v.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  family = families.MAMBA3_MIMO if getattr(q, "ndim", 3) == 4 else families.MAMBA3
+  return _step(family, state, dict(q=q, k=k, v=v, g=g, dt=dt, trapezoid=trapezoid), scale)
+
+
 def linear_recurrence_step(
   state: Float[Array, "B *D"], x: Float[Array, "B *D"], log_a: Float[Array, "B *D"]
 ) -> tuple[Float[Array, "B *D"], Float[Array, "B *D"]]:
@@ -272,27 +306,28 @@ def linear_recurrence_step(
   return _step(family, state, dict(x=x, log_a=log_a))
 
 
-def _step(family: Family, state, arrays: Mapping[str, Any], scale=None, eps: float = 0.0):
-  """Runs a family's problem on one token."""
+def _step(family: Family, state, arrays: Mapping[str, Any], scale=None, options=None):
+  """Runs a family's problem on one token; `options` are the family's static ones, by name."""
   sizes, parts = family.check(arrays, state, one_token=True)
   number, traced = families.factor(family, scale, sizes)
-  o, parts = _compute(family, number, eps, dict(arrays), tuple(parts), traced)
+  static = number, tuple((options or {}).items())
+  o, parts = _compute(family, *static, dict(arrays), tuple(parts), traced)
   return parts[0] if len(parts) == 1 else parts, o
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compute(family: Family, number: float | None, eps: float, arrays, parts, traced):
+def _compute(family: Family, number: float | None, options: tuple, arrays, parts, traced):
   def compute(arrays, parts, traced):
     timed = {
       name: x if x is None or "T" not in family.arrays[name].split() else x[:, None]
       for name, x in arrays.items()
     }
     scale = traced if number is None else number
-    problem = family.problem(Call(timed, parts, None, scale, eps))
-    o, state = recurrent(problem.rule, *families.widened(problem, scale))
-    return problem.output(o)[:, 0].astype(arrays[family.like].dtype), problem.final(state)
+    call = Call(timed, parts, None, scale, dict(options))
+    o, state = families.solve(family, call, families.by_tokens)
+    return o[:, 0], state
 
   layouts = lambda arrays, parts, traced: families.layouts(
-    family, Call(arrays, parts, None, None), one_token=True
+    family, Call(arrays, parts, None), one_token=True
   )
   return on_automatic_axes(compute, layouts)(arrays, parts, traced)
