@@ -71,6 +71,15 @@ def correct(state, token):
   return state + outer(k, token["beta"][:, None] * error)
 
 
+def correct_preconditioned(state, token):
+  (S, A), k, v = state, token["k"], token["v"]
+  A = np.exp(token["g_precond"])[:, None] * A + token["beta_precond"][:, None] * k * k
+  r = np.log(A + 1e-6) + 0.2
+  S, m = decay(token, S), 1.5 ** (-r / (1 + abs(r)))
+  error = token["beta"][:, None] * (v - np.einsum("hkv,hk->hv", S, heads(k, v)))
+  return S + outer(heads(m * k, v), error), A
+
+
 def correct_channels(state, token):
   k, state = heads(token["k"], token["v"]), decay(token, state)
   error = token["write"] * token["v"] - np.einsum("hkv,hk->hv", state, token["erase"] * k)

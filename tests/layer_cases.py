@@ -87,6 +87,8 @@ CASES = (
   _case("GatedOja", L.GatedOja, 2, 8, gate_rank=3),
   _case("Comba", L.Comba, 2, 8),
   _case("QDelta", L.QDelta, 2, 8, num_v_heads=4, conv_size=2),
+  _case("PreconditionedGatedDeltaNet", L.PreconditionedGatedDeltaNet, 2, 8, num_v_heads=4, conv_size=2),
+  _case("PreconditionedKDA", L.PreconditionedKDA, 2, 8, gate_rank=3, conv_size=None),
   _case("MLSTM", L.MLSTM, 2, 8),
   _case("RWKV6", L.RWKV6, 2, 8, decay_rank=4, shift_rank=3),
   _case("RWKV7", L.RWKV7, 2, 8, decay_rank=4, iclr_rank=3, gate_rank=5),

@@ -130,6 +130,15 @@ def dplr(rng, gate, row, s):
   return inputs | {"a": -kappa, "b": kappa * rng.uniform(size=(1, s.T, s.H, s.K))}
 
 
+def preconditioned_delta_rule(rng, gate, row, s):
+  inputs = delta_rule(rng, gate, row, s)
+  return inputs | {
+    "beta_precond": rng.uniform(size=(1, s.T, s.H)),
+    "g_precond": ROWS[row](rng, (1, s.T, s.H)),
+    "initial_state": (inputs["initial_state"], 0.1 * _positive(rng, 1, s.H, s.K)),
+  }
+
+
 def mlstm(rng, gate, row, s):
   """n . q has either sign and is never near 0, a pole of the output; exp(-m) is larger at times."""
   inputs = normalized(rng, "none", row, s)

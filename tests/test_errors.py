@@ -25,6 +25,7 @@ OPS = (
   "delta_product",
   "gated_oja",
   "dplr",
+  "preconditioned_delta_rule",
   "mlstm",
   "mamba3",
   "linear_recurrence",
@@ -60,7 +61,18 @@ def error(op: str, **changes) -> str:
 
 # --- the table ---
 
-GATES = {"g", "log_a", "i", "f", "log_forget", "beta", "dt", "trapezoid"}
+GATES = {
+  "g",
+  "beta_precond",
+  "g_precond",
+  "log_a",
+  "i",
+  "f",
+  "log_forget",
+  "beta",
+  "dt",
+  "trapezoid",
+}
 OPTIONAL = {
   "g",
   "bonus",
@@ -102,7 +114,10 @@ FAST = (
   "short_conv",
   "loss_mask",
 )
-NORMALIZED = ("normalized_linear_attention", "normalized_linear_attention_step")
+OWN_OPTIONS = {
+  "normalized_linear_attention": ("eps",),
+  "preconditioned_delta_rule": ("base", "eps", "center"),
+}
 FREE = {  # axes whose size no other argument fixes, or of an array of any rank
   ("attention", "v"): (3,), ("efficient_attention", "v"): (3,), ("bidirectional_linear_attention", "v"): (3,),
   ("loss_mask", "segment_ids"): (0, 1),
@@ -125,7 +140,7 @@ def wrong_values(name: str, argument: str, right) -> dict:
 @pytest.mark.parametrize("name", some_fast(TABLE, FAST))
 def test_wrong_arguments_are_clear_errors(name):
   function, right, options = TABLE[name]
-  options = (*options, *(("eps",) if name in NORMALIZED else ()))
+  options = (*options, *OWN_OPTIONS.get(name.removesuffix("_step"), ()))
   faults = []
   for argument in (*right, *options):
     values = wrong_values(name, argument, right.get(argument))

@@ -321,6 +321,40 @@ def kda(HV, R, bounded):
   return f
 
 
+def preconditioned(layer, p, decay, HV):
+  """The normed outputs, from the projections and decays of [.. 1] or [.. K]."""
+  strength, beta = sigmoid(p["beta_precond"]), sigmoid(p["beta"])
+  rate = np.exp(np.asarray(layer.A_log_precond))
+  keep = np.exp(-rate * softplus(p["a_precond"] + np.asarray(layer.dt_bias_precond)))
+  o = np.zeros((T, HV, 8))
+  for h in range(HV):
+    n = h * 2 // HV
+    S, A = np.zeros((8, 8)), np.zeros(8)
+    for t in range(T):
+      q, k = p["q"][t, n], p["k"][t, n]
+      A = keep[t, n] * A + strength[t, n] * k * k
+      r = np.log(A + 1e-6) + 0.2
+      S = decay[t, h][:, None] * S
+      S = S + np.outer(1.5 ** (-r / (1 + abs(r))) * k, beta[t, h] * (p["v"][t, h] - S.T @ k))
+      o[t, h] = S.T @ q / np.sqrt(8)
+  return rms(o, np.asarray(layer.norm.weight))
+
+
+def preconditioned_gdn(layer, x):
+  p, decay = gated_delta_parts(layer, x, 4, beta_precond=(2,), a_precond=(2,))
+  return preconditioned(layer, p, decay[..., None], 4) * silu(p["gate"])
+
+
+def preconditioned_kda(layer, x):
+  own = [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("f", 3), ("gate", 3)]
+  p = parts(layer, x, [*own, ("beta_precond", 2), ("a_precond", 2)])
+  f = (p["f"] @ np.asarray(layer.decay_proj.kernel)).reshape(T, 2, 8) + np.asarray(layer.dt_bias)
+  decay = np.exp(-np.exp(np.asarray(layer.A_log))[:, None] * softplus(f))
+  p = p | {"q": l2(p["q"]), "k": l2(p["k"])}
+  gate = p["gate"] @ np.asarray(layer.gate_proj.kernel) + np.asarray(layer.gate_proj.bias)
+  return preconditioned(layer, p, decay, 2) * sigmoid(gate).reshape(T, 2, 8)
+
+
 def mamba(layer, x):
   p = parts(layer, x, [("u", 12), ("z", 12)])
   norm = lambda x, layer: (
@@ -583,6 +617,8 @@ EQUATIONS = {
   "QDelta": qdelta,
   "KimiDeltaAttention": kda(2, 8, bounded=False),
   "KimiDeltaAttention-bounded": kda(4, None, bounded=True),
+  "PreconditionedGatedDeltaNet": preconditioned_gdn,
+  "PreconditionedKDA": preconditioned_kda,
   "DeltaProduct": delta_product,
   "GatedDeltaNet2": gated_deltanet2,
   "GatedOja": gated_oja,

@@ -17,18 +17,18 @@ LAYOUTS = {  # axes of batch and heads in an array, by its letters
   "B T H K": (0, 2), "B T HV V": (0, 2), "B T HV": (0, 2), "B T HV K": (0, 2), "B T R H K": (0, 3), "B T R HV V": (0, 3),
   "B T R HV": (0, 3), "B HV K V": (0, 1), "B HV K": (0, 1), "B HV": (0, 1), "H K": (None, 0), "B T D": (0, 2), "B D": (0, 1),
   "B T": (0, None), "HV": (None, 0), "D W": (None, 0), "D": (None, 0), "B W-1 D": (0, 2), "B H K": (0, 1), "B HV V": (0, 1),
-  "B T H V": (0, 2),
+  "B T H V": (0, 2), "B T H": (0, 2),
 }  # fmt: skip
 SIZES = dict(B=B, T=T, H=H, HV=HV, K=K, V=V, R=R, D=4, W=W) | {"W-1": W - 1}
 IDS = np.stack([np.repeat([0, 1, -1, 2], [3, 8, 2, 7]), np.repeat([-1, 4, 5], [4, 6, 10])])
-GATE = ("g", "log_a", "f", "log_forget")
+GATE = ("g", "g_precond", "log_a", "f", "log_forget")
 
 
 def draw(name: str, letters: str, rng) -> jax.Array:
   x = 0.5 * rng.standard_normal([SIZES[axis] for axis in letters.split()])
   if name in GATE:
     x = -abs(x)
-  if name in ("beta", "erase", "write", "dt", "trapezoid"):
+  if name in ("beta", "erase", "write", "beta_precond", "dt", "trapezoid"):
     x = 1 / (1 + np.exp(-x))
   return jnp.asarray(x, jnp.float32)
 
@@ -67,6 +67,11 @@ STATEFUL = {  # op, letters of its arguments
   "gated_oja": (lajax.gated_oja, QKV | dict(beta="B T HV", g="B T HV") | MATRIX, {}),
   "dplr": (lajax.dplr, QKV | dict(a="B T H K", b="B T H K", g="B T HV K") | MATRIX, {}),
   "mlstm": (lajax.mlstm, QKV | dict(i="B T HV", f="B T HV", initial_state=("B HV K V", "B HV K", "B HV")), {}),
+  "preconditioned_delta_rule": (
+    lajax.preconditioned_delta_rule,
+    QKV | dict(beta="B T HV", g="B T HV", beta_precond="B T H", g_precond="B T H", initial_state=("B HV K V", "B H K")),
+    dict(positive=("initial_state",)),
+  ),
   "mamba3": (
     lajax.mamba3, QKV | dict(g="B T HV", dt="B T HV", trapezoid="B T HV", initial_state=("B HV K V", "B H K", "B HV V")), {},
   ),

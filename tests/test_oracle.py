@@ -20,7 +20,22 @@ import numpy as np
 import pytest
 from cases import CASES
 
-GATES = ("g", "gk", "gv", "w", "f", "beta", "erase", "write", "dt", "dt_bias", "A_log", "sink")
+GATES = (
+  "g",
+  "gk",
+  "gv",
+  "w",
+  "f",
+  "beta",
+  "erase",
+  "write",
+  "dt",
+  "dt_bias",
+  "A_log",
+  "sink",
+  "beta_atk",
+  "g_atk",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +104,15 @@ def _in_steps(x, attr):
   }
 
 
+_PRECONDITIONED = _rename(beta_atk="beta_precond", g_atk="g_precond")
+
+
+def _preconditioned_gdn(x, attr):
+  """The file's method brings q and k to unit length itself."""
+  unit = {n: x[n] / jnp.sqrt((x[n] ** 2).sum(-1, keepdims=True)) for n in "qk"}
+  return _PRECONDITIONED(x, attr) | unit
+
+
 ADAPTERS = {
   "linear_attn": Adapter("linear_attention-none"),
   "linear_attn_normalized": Adapter("normalized_linear_attention-none"),
@@ -111,6 +135,8 @@ ADAPTERS = {
   "kda": Adapter("delta_rule-channel"),
   "kda_gva": Adapter("delta_rule-channel"),
   "gdn2": Adapter("delta_rule-erase_write"),
+  "precond_gated_delta_rule": Adapter("preconditioned_delta_rule-head", _preconditioned_gdn),
+  "precond_kda": Adapter("preconditioned_delta_rule-channel", _PRECONDITIONED),
   "delta_product_nogate": Adapter("delta_product-none", _in_steps),
   "gated_delta_product": Adapter("delta_product-head", _in_steps),
   "gated_oja_rule": Adapter("gated_oja-channel", _rename(gv="g")),
@@ -133,7 +159,7 @@ def method_of(name: str) -> str:
 FILES = {
   path.stem: path for path in sorted(FOLDER.glob("*.npz")) if method_of(path.stem) in ADAPTERS
 }
-STATES = {"h0": "ht", "z0": "zt"}
+STATES = {"h0": "ht", "z0": "zt", "h0_S": "ht_S", "h0_A": "ht_A"}  # in the order of a state's parts
 
 
 def test_no_file_is_missing():

@@ -51,6 +51,11 @@ STEPS = {  # op: arguments with an axis T, others, first state
     {},
     (S, strength(B, HV, K), normal(B, HV)),
   ),
+  "preconditioned_delta_rule": (
+    QKV | dict(beta=strength(B, T, HV), g=PER_CHANNEL, beta_precond=strength(B, T, H), g_precond=-strength(B, T, H)),
+    {},
+    (S, strength(B, H, K)),
+  ),
   "mamba3": (
     QKV | dict(g=PER_HEAD, dt=strength(B, T, HV), trapezoid=strength(B, T, HV)), {}, (S, normal(B, H, K), normal(B, HV, V)),
   ),

@@ -136,6 +136,13 @@ MIXERS: dict[str, Mixer] = {
   ),
   "gated_oja": Mixer("Gated Oja", matrix_state(L.GatedOja, has_output_gate=True)),
   "comba": Mixer("Comba", matrix_state(L.Comba, has_output_gate=True)),
+  "preconditioned_gdn": Mixer(
+    "preconditioned Gated DeltaNet",
+    matrix_state(L.PreconditionedGatedDeltaNet, has_output_gate=True),
+  ),
+  "preconditioned_kda": Mixer(
+    "preconditioned KDA", matrix_state(L.PreconditionedKDA, has_output_gate=True)
+  ),
   "qdelta": Mixer("Q-Delta", matrix_state(L.QDelta, has_output_gate=True)),
   "mlstm": Mixer("mLSTM", matrix_state(L.MLSTM, has_output_gate=True)),
   "rwkv6": Mixer("RWKV-6", token_shift(L.RWKV6)),

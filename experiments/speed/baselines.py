@@ -67,6 +67,21 @@ def rwkv6(q, k, v, g, bonus):
   return over_tokens(step, _zeros(k, v), q, k, v, g)
 
 
+def preconditioned(q, k, v, beta, g, beta_precond, g_precond):
+  q, k, v, *gates = _wide(q * q.shape[-1] ** -0.5, k, v, beta, g, beta_precond, g_precond)
+
+  def step(state, q, k, v, beta, g, strength, decay):
+    S, A = state
+    A = jnp.exp(decay)[..., None] * A + strength[..., None] * k * k
+    r = jnp.log(A + 1e-6) + 0.2
+    S = _decayed(S, g)
+    error = beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, S))
+    S = S + jnp.einsum("bhk,bhv->bhkv", 1.5 ** (-r / (1 + abs(r))) * k, error)
+    return (S, A), jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  return over_tokens(step, (_zeros(k, v), jnp.zeros_like(k[:, 0])), q, k, v, *gates)
+
+
 def mamba3(q, k, v, g, dt, trapezoid):
   q, k, v, g, dt, mix = _wide(q, k, v, g, dt, trapezoid)
 
@@ -238,6 +253,7 @@ PLAIN: dict[str, dict[str, Baseline]] = {
     "jax.nn.dot_product_attention": Baseline(dot_product_attention),
   },
   "rwkv6": {TOKEN_SCAN: Baseline(rwkv6)},
+  "preconditioned": {TOKEN_SCAN: Baseline(preconditioned)},
   "mamba3": {TOKEN_SCAN: Baseline(mamba3)},
   "gdn2": {TOKEN_SCAN: Baseline(gdn2)},
   "delta_product": {TOKEN_SCAN: Baseline(delta_product)},

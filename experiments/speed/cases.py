@@ -109,6 +109,11 @@ def _mlstm(rng, c, T):
   return _qkv(rng, c, T) | gates
 
 
+def _preconditioned(rng, c, T):
+  x, shape = _gated(_delta, "head")(rng, c, T), (c.batch, T, c.heads)
+  return x | {"beta_precond": _sigmoid(rng, *shape), "g_precond": _log_decay(rng, *shape)}
+
+
 def _mamba3(rng, c, T):
   x, shape = _qkv(rng, c, T), (c.batch, T, c.heads)
   gates = {"g": _log_decay(rng, *shape), "dt": _sigmoid(rng, *shape)}
@@ -164,6 +169,13 @@ OPS: dict[str, Op] = CORE | {
     functools.partial(R.delta_rule_step, beta=None),
     _matrix_size,
     meaning="Gated DeltaNet 2, kda with erase and write gates",
+  ),
+  "preconditioned": Op(
+    lajax.preconditioned_delta_rule,
+    _preconditioned,
+    R.preconditioned_delta_rule_step,
+    _matrix_size,
+    meaning="preconditioned Gated DeltaNet",
   ),
   "delta_product": Op(
     lajax.delta_product,

@@ -33,6 +33,7 @@ from lajax.layers.mla import MLA
 from lajax.layers.mlstm import MLSTM
 from lajax.layers.parameters import GatedRMSNorm
 from lajax.layers.performer import Performer
+from lajax.layers.preconditioned import PreconditionedGatedDeltaNet, PreconditionedKDA
 from lajax.layers.qdelta import QDelta
 from lajax.layers.retnet import RetNet
 from lajax.layers.rglru import RGLRU
@@ -76,6 +77,8 @@ __all__ = [
   "Mamba3",
   "Mixer",
   "Performer",
+  "PreconditionedGatedDeltaNet",
+  "PreconditionedKDA",
   "QDelta",
   "ReBased",
   "RetNet",

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from lajax._numerics import l2_normalize
 from lajax._shapes import check_flag, check_option
-from lajax.layers.mixer import Mixer, Shapes, value_heads, value_width, with_gate
+from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
 from lajax.layers.parameters import log_uniform_rate, softplus_decay, step_bias, widen
 from lajax.ops.norm import GATES
 
@@ -21,8 +21,7 @@ class GatedDeltaMixer(Mixer):
 
   A subclass writes its equation in `mix`, from `queries_and_keys`, `strength` and `decay`.
 
-  Args: those of `GatedDeltaNet`, and
-    projections: further projections, by name.
+  Args: those of `GatedDeltaNet`.
   """
 
   def __init__(
@@ -38,7 +37,6 @@ class GatedDeltaMixer(Mixer):
     gate_activation: str = "swish",
     allow_negative_eigenvalues: bool = False,
     norm_eps: float = 1e-5,
-    projections: Shapes | None = None,
     impl: str,
     chunk_size: int | None,
     dtype: Any,
@@ -49,10 +47,10 @@ class GatedDeltaMixer(Mixer):
     check_flag("allow_negative_eigenvalues", allow_negative_eigenvalues)
     H, HV = num_heads, value_heads(num_heads, num_v_heads)
     K, V = head_dim, value_width(head_dim, expand_v)
-    own = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "a": (HV,)}
+    projections = {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "a": (HV,)}
     super().__init__(
       d_model,
-      with_gate({**own, **(projections or {})}, use_gate, HV, V),
+      with_gate(projections, use_gate, HV, V),
       inner=HV * V,
       memory=(HV, K, V),
       conv_size=conv_size,

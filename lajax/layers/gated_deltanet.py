@@ -77,7 +77,11 @@ class GatedDeltaNet(GatedDeltaMixer):
     )
 
   def mix(self, p, memory, documents):
-    q, k = self.queries_and_keys(p)
-    gates = self.strength(p), self.decay(p)
-    o, memory = self.apply_op(delta_rule, q, k, p["v"], *gates, memory=memory, documents=documents)
+    o, memory = self.correct(
+      p, *self.queries_and_keys(p), self.strength(p), self.decay(p), memory, documents
+    )
     return self.norm(o, p.get("gate")), memory
+
+  def correct(self, p, q, k, beta, g, memory, documents):
+    """Returns what the op gives: outputs [B T HV V] and the memory."""
+    return self.apply_op(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)

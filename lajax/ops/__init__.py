@@ -24,6 +24,7 @@ from lajax.ops.elementwise import linear_recurrence
 from lajax.ops.linear import linear_attention, mlstm, normalized_linear_attention
 from lajax.ops.mamba3 import mamba3
 from lajax.ops.norm import gated_rms_norm
+from lajax.ops.preconditioned import preconditioned_delta_rule
 from lajax.ops.short_conv import short_conv
 from lajax.ops.softmax import attention
 
@@ -42,6 +43,7 @@ __all__ = [
   "mamba3",
   "mlstm",
   "normalized_linear_attention",
+  "preconditioned_delta_rule",
   "segment_ids",
   "short_conv",
 ]

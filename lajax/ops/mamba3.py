@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from lajax.ops.linear import ADDITIVE_KERNELS
 from lajax.ops.run import Matrix, Op, call
-from lajax.recurrence import families
+from lajax.recurrence import mamba3 as rows
 
 
 def mamba3(
@@ -72,5 +72,5 @@ def mamba3(
   )
 
 
-MAMBA3 = Op(family=families.MAMBA3, **ADDITIVE_KERNELS)
-MAMBA3_MIMO = Op(family=families.MAMBA3_MIMO, **ADDITIVE_KERNELS)
+MAMBA3 = Op(family=rows.MAMBA3, **ADDITIVE_KERNELS)
+MAMBA3_MIMO = Op(family=rows.MAMBA3_MIMO, **ADDITIVE_KERNELS)

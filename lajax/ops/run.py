@@ -18,9 +18,9 @@ from jaxtyping import Float
 from lajax import _shapes, pallas
 from lajax._meshes import on_automatic_axes
 from lajax._numerics import product_precision
-from lajax.recurrence import families
+from lajax.recurrence import family as rows
 from lajax.recurrence.chunks import chunked
-from lajax.recurrence.families import Call, Family, Problem
+from lajax.recurrence.family import Call, Family, Problem
 from lajax.recurrence.tokens import associative, recurrent
 
 Matrix = Float[jax.Array, "B HV K V"]
@@ -73,7 +73,7 @@ def call(
   _shapes.check_known(sizes, "T")
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   chunk_size = _shapes.check_positive("chunk_size", chunk_size)
-  number, traced = families.factor(family, scale, sizes)
+  number, traced = rows.factor(family, scale, sizes)
   segment_ids = _shapes.check_ids(segment_ids)
   _shapes.check_not_nan(segment_ids, **{name: arrays[name] for name in family.gates})
   _shapes.check_below_infinity(segment_ids, **{name: arrays[name] for name in family.weights})
@@ -110,8 +110,8 @@ def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) 
 
   def inputs(arrays, state, segment_ids):
     call = Call(arrays, state, segment_ids, 1.0, given.options, by_kernels=True)
-    problem = families.problem_of(op.family, call, families.by_tokens)
-    empty.append(families.is_empty(problem))
+    problem = rows.problem_of(op.family, call, rows.by_tokens)
+    empty.append(rows.is_empty(problem))
     return problem.tokens, problem.state
 
   empty: list[bool] = []
@@ -131,9 +131,9 @@ def _compute(op: Op, options: Options, arrays, state, segment_ids, traced_scale)
     scale = traced_scale if options.scale is None else options.scale
     own = dict(options.family), options.impl == "pallas"
     given = Call(arrays, state, segment_ids, scale, *own)
-    return families.solve(op.family, given, functools.partial(_run, op, options))
+    return rows.solve(op.family, given, functools.partial(_run, op, options))
 
-  layouts = lambda arrays, state, segment_ids, scale: families.layouts(
+  layouts = lambda arrays, state, segment_ids, scale: rows.layouts(
     op.family, Call(arrays, state, segment_ids, scale)
   )
   return on_automatic_axes(compute, layouts)(arrays, state, segment_ids, traced_scale)
@@ -144,13 +144,13 @@ def _run(op: Op, options: Options, family: Family, problem: Problem, document, s
   if options.impl == "pallas" and family is op.family:
     return _run_kernels(op, problem, document, scale)
   tokens = problem.tokens
-  precision = product_precision(*(getattr(tokens, name) for name in family.operands))
+  precision = product_precision(*(getattr(tokens, name, None) for name in family.operands))
   if options.impl in ("recurrent", "associative"):
     run = {"recurrent": recurrent, "associative": associative}[options.impl]
-    return run(problem.rule, *families.widened(problem, scale), document)
+    return run(problem.rule, *rows.widened(problem, scale), document)
   number = scale if isinstance(scale, float) else None
   # A number multiplies what tokens read, which costs no pass over the queries.
-  wide, state = families.widened(problem, None if number is not None else scale)
+  wide, state = rows.widened(problem, None if number is not None else scale)
   chunk_size = options.chunk_size or family.chunk_length(tokens)
   return chunked(
     problem.rule, wide, state, document, scale=number, chunk_size=chunk_size, precision=precision

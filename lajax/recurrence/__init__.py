@@ -11,6 +11,7 @@ from lajax.recurrence.steps import (
   mamba3_step,
   mlstm_step,
   normalized_linear_attention_step,
+  preconditioned_delta_rule_step,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
   "mamba3_step",
   "mlstm_step",
   "normalized_linear_attention_step",
+  "preconditioned_delta_rule_step",
 ]

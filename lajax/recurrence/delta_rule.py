@@ -150,9 +150,8 @@ def _finish(
   return Corrections(dq, dk, dreaders[:, 1], du, dg)
 
 
-rule = on_raw_tokens(
-  Rule(_step, _lift, _read, _chunk, pullback=Pullback(_begin, _finish)), _corrections
-)
+corrections = Rule(_step, _lift, _read, _chunk, pullback=Pullback(_begin, _finish))
+rule = on_raw_tokens(corrections, _corrections)
 
 
 # --- read by rows --------------------------------------------------------------------------------

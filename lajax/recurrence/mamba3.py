@@ -23,7 +23,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from lajax.recurrence import linear_attention
 from lajax.recurrence.documents import blank_padding, last_token, packing, previous
+from lajax.recurrence.family import MATRIX, QKV, Call, Family, Problem
 
 
 class Trapezoid(NamedTuple):
@@ -110,3 +112,47 @@ def last_state(state: Float[Array, "B HV K V"], x: Trapezoid, last_k, last_v, se
   keys = jnp.repeat(k, v.shape[2] // k.shape[2], axis=2)
   written = keys[..., None] * (own[:, None, :, None] * v)[..., None, :]
   return state + written.sum(1), k, v
+
+
+def _problem(call: Call) -> Problem:
+  """Linear attention that writes the token before; see `mamba3`."""
+  x, dtype, ids = call.arrays, call.dtype, call.segment_ids
+  several = x["q"].ndim == 5  # keys per token
+  per_rank = lambda a: a if several else a[:, :, None]
+  q, k, v = (per_rank(x[name]) for name in "qkv")
+  S, last_k, last_v = call.state
+  if S is None or last_k is None or last_v is None:
+    S = jnp.zeros((*x["g"].shape[::2], k.shape[-1], v.shape[-1]), dtype)
+    last_k, last_v = (jnp.zeros((a.shape[0], *a.shape[2:]), dtype) for a in (k, v))
+  elif not several:
+    last_k, last_v = last_k[:, None], last_v[:, None]
+  g, dt, mix = (x[name].astype(dtype) for name in ("g", "dt", "trapezoid"))
+  parts = trapezoid(q, k, v, g, dt, mix, last_k, last_v, ids)
+
+  def output(o):
+    o = o.astype(dtype).reshape(v.shape) + unread(parts, call.scale)
+    return o if several else o[:, :, 0]
+
+  def final(state):
+    S, *last = last_state(state, parts, last_k, last_v, ids)
+    return S, *(a if several else a[:, 0] for a in last)
+
+  tokens = linear_attention.AdditiveTokens(*recurrence(parts))
+  written = None if ids is None else jnp.repeat(ids, q.shape[2], axis=1)
+  return Problem(linear_attention.rule, tokens, S.astype(dtype), written, output, final)
+
+
+_STEPS = dict.fromkeys(("g", "dt", "trapezoid"), "B T HV")
+MAMBA3 = Family(
+  arrays=QKV | _STEPS,
+  state=MATRIX | {"k": "B H K", "v": "B HV V"},
+  gates=tuple(_STEPS),
+  problem=_problem,
+)
+MAMBA3_MIMO = Family(
+  arrays={"q": "B T R H K", "k": "B T R H K", "v": "B T R HV V"} | _STEPS,
+  state=MATRIX | {"k": "B R H K", "v": "B R HV V"},
+  gates=tuple(_STEPS),
+  output="B T R HV V",
+  problem=_problem,
+)

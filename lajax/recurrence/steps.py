@@ -1,6 +1,6 @@
 """One token of each family, for decoding: step(state, token) -> (state, output). No axis T.
 
-A step is its op on one token, token by token: the same problem of `lajax.recurrence.families`, the
+A step is its op on one token, token by token: the same problem of its family, the
 same checks, the same numbers. On explicit meshes the state keeps its layout, so that it rides in a
 scan.
 """
@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 
 from lajax import _shapes
 from lajax._meshes import on_automatic_axes
-from lajax.recurrence import families
-from lajax.recurrence.families import Call, Family
+from lajax.recurrence import families, mamba3, preconditioned
+from lajax.recurrence import family as rows
+from lajax.recurrence.family import Call, Family
 
 Matrix = Float[Array, "B HV K V"]
 WithNormalizer = tuple[Matrix, Float[Array, "B HV K"]]
@@ -218,6 +219,47 @@ def dplr_step(
   return _step(families.DPLR, state, dict(q=q, k=k, v=v, a=a, b=b, g=g), scale)
 
 
+def preconditioned_delta_rule_step(
+  state: WithNormalizer,
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  beta: Float[Array, "B HV"],
+  g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None,
+  beta_precond: Float[Array, "B H"],
+  g_precond: Float[Array, "B H"],
+  *,
+  base: float = 1.5,
+  eps: float = 1e-6,
+  center: float = -0.2,
+  scale: float | None = None,
+) -> tuple[WithNormalizer, Float[Array, "B HV V"]]:
+  """One token of `lajax.preconditioned_delta_rule`.
+
+      A = exp(g') A + beta' k^2 ,   r = log(A + eps) - center ,   m = base^(-r / (1 + |r|)) ,
+      S' = Diag(exp g) S ,   S = S' + (m k) (beta (v - S'^T k))^T ,   o = scale S^T q
+
+  Args:
+    state: (S [B HV K V], A [B H K]), before the token.
+    q, k, v: [B H K], [B H K] and [B HV V]; k is expected at unit length.
+    beta: [B HV], write strength.
+    g: log decay (natural), <= 0: None for none, [B HV] per head, [B HV K] per channel of the key.
+    beta_precond, g_precond: [B H], strength and log decay of A.
+    base, eps, center: of m: a number above 0, one of at least 0, and a number.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state (S, A) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g, beta_precond=beta_precond, g_precond=g_precond)
+  family = preconditioned.PRECONDITIONED_DELTA_RULE
+  return _step(family, state, arrays, scale, preconditioned.options_of(base, eps, center))
+
+
 def mlstm_step(
   state: WithMaximum,
   q: Float[Array, "B H K"],
@@ -280,7 +322,7 @@ def mamba3_step(
   Raises:
     ValueError: an argument has the wrong rank, size, dtype or value.
   """
-  family = families.MAMBA3_MIMO if getattr(q, "ndim", 3) == 4 else families.MAMBA3
+  family = mamba3.MAMBA3_MIMO if getattr(q, "ndim", 3) == 4 else mamba3.MAMBA3
   return _step(family, state, dict(q=q, k=k, v=v, g=g, dt=dt, trapezoid=trapezoid), scale)
 
 
@@ -309,7 +351,7 @@ def linear_recurrence_step(
 def _step(family: Family, state, arrays: Mapping[str, Any], scale=None, options=None):
   """Runs a family's problem on one token; `options` are the family's static ones, by name."""
   sizes, parts = family.check(arrays, state, one_token=True)
-  number, traced = families.factor(family, scale, sizes)
+  number, traced = rows.factor(family, scale, sizes)
   static = number, tuple((options or {}).items())
   o, parts = _compute(family, *static, dict(arrays), tuple(parts), traced)
   return parts[0] if len(parts) == 1 else parts, o
@@ -324,10 +366,10 @@ def _compute(family: Family, number: float | None, options: tuple, arrays, parts
     }
     scale = traced if number is None else number
     call = Call(timed, parts, None, scale, dict(options))
-    o, state = families.solve(family, call, families.by_tokens)
+    o, state = rows.solve(family, call, rows.by_tokens)
     return o[:, 0], state
 
-  layouts = lambda arrays, parts, traced: families.layouts(
+  layouts = lambda arrays, parts, traced: rows.layouts(
     family, Call(arrays, parts, None), one_token=True
   )
   return on_automatic_axes(compute, layouts)(arrays, parts, traced)
