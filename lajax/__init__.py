@@ -8,8 +8,8 @@
     y, state = layer(x)  # a layer: x, y [B T D]
 
 Ops: `linear_attention`, `normalized_linear_attention`, `delta_rule`, `delta_product`, `gated_oja`,
-`dplr`, `preconditioned_delta_rule`, `mlstm`, `mamba3`, `linear_recurrence`, softmax `attention`,
-and over whole documents
+`dplr`, `preconditioned_delta_rule`, `momentum_delta_rule`, `mlstm`, `mamba3`, `linear_recurrence`,
+softmax `attention`, and over whole documents
 `bidirectional_linear_attention` and `efficient_attention`. Every op takes packed documents
 (`segment_ids`, `loss_mask`) and carries a state (`initial_state`) from call to call; `impl` chooses
 how it is computed, never what.
@@ -43,6 +43,7 @@ from lajax.ops import (  # noqa: E402
   loss_mask,
   mamba3,
   mlstm,
+  momentum_delta_rule,
   normalized_linear_attention,
   preconditioned_delta_rule,
   segment_ids,
@@ -61,6 +62,7 @@ __all__ = [
   "loss_mask",
   "mamba3",
   "mlstm",
+  "momentum_delta_rule",
   "normalized_linear_attention",
   "preconditioned_delta_rule",
   "segment_ids",

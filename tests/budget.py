@@ -30,6 +30,8 @@ GATES = (
   "trapezoid",
   "beta_precond",
   "g_precond",
+  "g_momentum",
+  "eta",
 )
 
 # A softmax with all weight on one key does not change with its scores: dq, dk, dlog_forget and

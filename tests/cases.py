@@ -121,10 +121,14 @@ _ALL = [
   *(
     Case(
       "preconditioned_delta_rule", gate, samplers.preconditioned_delta_rule,
-      equations.scan(equations.correct_preconditioned, lambda s, *rest: equations.read(s[0], *rest)),
-      rows,
+      equations.scan(equations.correct_preconditioned, equations.read_first), rows,
     )
     for gate, rows in (("head", ("plain", "mixed", "inf")), ("channel", ("plain", "mixed", "inf")))
+  ),
+  Case(
+    "momentum_delta_rule", "head", samplers.momentum_delta_rule,
+    equations.scan(equations.correct_with_momentum, equations.read_first),
+    ("plain", "mixed", "forget", "inf", "steep"),
   ),
   _delta_product("none", rows=("plain",)),
   _delta_product("head", rows=("plain", "mixed", "inf")),
@@ -237,7 +241,14 @@ def packed_ids(T: int) -> np.ndarray:
 
 def rounded(name: str, x: np.ndarray, dtype: str) -> np.ndarray:
   """Values that an op receives in `dtype`; in bfloat16, decays and states stay float32."""
-  if dtype == "bfloat16" and name not in ("g", "g_precond", "log_a", "log_forget", "initial_state"):
+  if dtype == "bfloat16" and name not in (
+    "g",
+    "g_precond",
+    "g_momentum",
+    "log_a",
+    "log_forget",
+    "initial_state",
+  ):
     return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16)
   return np.asarray(x, np.float64 if dtype == "float64" else np.float32)
 

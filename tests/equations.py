@@ -80,6 +80,18 @@ def correct_preconditioned(state, token):
   return S + outer(heads(m * k, v), error), A
 
 
+def correct_with_momentum(state, token):
+  (S, M), v = state, token["v"]
+  k, p = heads(token["k"], v), heads(token["p"], v)
+  error = v - np.einsum("hkv,hk->hv", S, p)
+  M = decay({"g": token["g_momentum"]}, M) - outer(k, token["eta"][:, None] * error)
+  return decay(token, S) - token["beta"][:, None, None] * M, M
+
+
+def read_first(state, token, scale):
+  return read(state[0], token, scale)
+
+
 def correct_channels(state, token):
   k, state = heads(token["k"], token["v"]), decay(token, state)
   error = token["write"] * token["v"] - np.einsum("hkv,hk->hv", state, token["erase"] * k)

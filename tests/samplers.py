@@ -139,6 +139,16 @@ def preconditioned_delta_rule(rng, gate, row, s):
   }
 
 
+def momentum_delta_rule(rng, gate, row, s):
+  inputs = delta_rule(rng, gate, row, s)
+  return inputs | {
+    "p": _unit(rng, 1, s.T, s.H, s.K),
+    "eta": rng.uniform(size=(1, s.T, s.HV)),
+    "g_momentum": ROWS["plain" if row == "zero" else row](rng, (1, s.T, s.HV)),
+    "initial_state": (inputs["initial_state"], 0.3 * _normal(rng, 1, s.HV, s.K, s.V)),
+  }
+
+
 def mlstm(rng, gate, row, s):
   """n . q has either sign and is never near 0, a pole of the output; exp(-m) is larger at times."""
   inputs = normalized(rng, "none", row, s)

@@ -26,6 +26,7 @@ OPS = (
   "gated_oja",
   "dplr",
   "preconditioned_delta_rule",
+  "momentum_delta_rule",
   "mlstm",
   "mamba3",
   "linear_recurrence",
@@ -65,6 +66,8 @@ GATES = {
   "g",
   "beta_precond",
   "g_precond",
+  "g_momentum",
+  "eta",
   "log_a",
   "i",
   "f",
@@ -222,12 +225,10 @@ def test_linear_recurrence_needs_tokens(x):
   "op", [op for op in OPS if op not in ("attention", "linear_recurrence", "delta_product")]
 )
 def test_value_heads_are_a_multiple(op):
-  arguments = {n: x for n, x in well_formed(op).items() if n in ("q", "k", "a", "b", "segment_ids")}
-  gates = {
-    n: ones(B, T, 3) for n in ("beta", "g", "i", "f", "dt", "trapezoid") if n in well_formed(op)
-  }
+  given = {n: x for n, x in well_formed(op).items() if n not in ("initial_state", "bonus")}
+  three = {n: x[:, :, :3] if x.shape[2:3] == (HV,) else x for n, x in given.items()}
   with pytest.raises(ValueError, match=r"3 heads of `v` \(HV\) must be a multiple of the 2 heads"):
-    getattr(lajax, op)(**arguments, **gates, v=ones(B, T, 3, V))
+    getattr(lajax, op)(**three)
 
 
 def test_query_heads_are_a_multiple():

@@ -321,6 +321,26 @@ def kda(HV, R, bounded):
   return f
 
 
+def momentum_deltanet(layer, x):
+  own = [("q", 2, 8), ("k", 2, 8), ("v", 4, 8), ("beta", 4), ("a", 4), ("gate", 4, 8)]
+  p = parts(layer, x, [*own, ("momentum", 4), ("eta", 4)])
+  rate = lambda a, A_log, bias: np.exp(np.asarray(A_log)) * softplus(a + np.asarray(bias))
+  mu = np.exp(np.maximum(-rate(p["momentum"], layer.A_log_momentum, layer.momentum_bias), -2))
+  eta = np.tanh(p["eta"] / np.sqrt(D)) + 1
+  theta = np.arctan(eta * np.exp(np.asarray(layer.log_ratio)))
+  alpha = np.exp(-rate(p["a"], layer.A_log, layer.dt_bias)) * np.cos(theta) ** 2
+  beta, o = sigmoid(p["beta"]) * np.sin(theta) ** 2, np.zeros((T, 4, 8))
+  q, k = l2(p["q"] - np.exp(np.asarray(layer.log_feedback))[:, None] * p["k"]), l2(p["k"])
+  for h in range(4):
+    S, M = np.zeros((2, 8, 8))
+    for t in range(T):
+      error = p["v"][t, h] - alpha[t, h] * S.T @ k[t, h // 2]
+      M = mu[t, h] * M - eta[t, h] * np.outer(k[t, h // 2], error)
+      S = alpha[t, h] * S - beta[t, h] * M
+      o[t, h] = S.T @ q[t, h // 2] / np.sqrt(8)
+  return rms(o, np.asarray(layer.norm.weight)) * sigmoid(p["gate"])
+
+
 def preconditioned(layer, p, decay, HV):
   """The normed outputs, from the projections and decays of [.. 1] or [.. K]."""
   strength, beta = sigmoid(p["beta_precond"]), sigmoid(p["beta"])
@@ -617,6 +637,7 @@ EQUATIONS = {
   "QDelta": qdelta,
   "KimiDeltaAttention": kda(2, 8, bounded=False),
   "KimiDeltaAttention-bounded": kda(4, None, bounded=True),
+  "MomentumDeltaNet": momentum_deltanet,
   "PreconditionedGatedDeltaNet": preconditioned_gdn,
   "PreconditionedKDA": preconditioned_kda,
   "DeltaProduct": delta_product,

@@ -21,14 +21,14 @@ LAYOUTS = {  # axes of batch and heads in an array, by its letters
 }  # fmt: skip
 SIZES = dict(B=B, T=T, H=H, HV=HV, K=K, V=V, R=R, D=4, W=W) | {"W-1": W - 1}
 IDS = np.stack([np.repeat([0, 1, -1, 2], [3, 8, 2, 7]), np.repeat([-1, 4, 5], [4, 6, 10])])
-GATE = ("g", "g_precond", "log_a", "f", "log_forget")
+GATE = ("g", "g_precond", "g_momentum", "log_a", "f", "log_forget")
 
 
 def draw(name: str, letters: str, rng) -> jax.Array:
   x = 0.5 * rng.standard_normal([SIZES[axis] for axis in letters.split()])
   if name in GATE:
     x = -abs(x)
-  if name in ("beta", "erase", "write", "beta_precond", "dt", "trapezoid"):
+  if name in ("beta", "erase", "write", "beta_precond", "eta", "dt", "trapezoid"):
     x = 1 / (1 + np.exp(-x))
   return jnp.asarray(x, jnp.float32)
 
@@ -71,6 +71,11 @@ STATEFUL = {  # op, letters of its arguments
     lajax.preconditioned_delta_rule,
     QKV | dict(beta="B T HV", g="B T HV", beta_precond="B T H", g_precond="B T H", initial_state=("B HV K V", "B H K")),
     dict(positive=("initial_state",)),
+  ),
+  "momentum_delta_rule": (
+    lajax.momentum_delta_rule,
+    QKV | dict(p="B T H K", beta="B T HV", eta="B T HV", g="B T HV", g_momentum="B T HV", initial_state=("B HV K V", "B HV K V")),
+    {},
   ),
   "mamba3": (
     lajax.mamba3, QKV | dict(g="B T HV", dt="B T HV", trapezoid="B T HV", initial_state=("B HV K V", "B H K", "B HV V")), {},

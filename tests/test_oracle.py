@@ -35,6 +35,9 @@ GATES = (
   "sink",
   "beta_atk",
   "g_atk",
+  "log_alpha",
+  "log_mu",
+  "eta",
 )
 
 
@@ -137,6 +140,9 @@ ADAPTERS = {
   "gdn2": Adapter("delta_rule-erase_write"),
   "precond_gated_delta_rule": Adapter("preconditioned_delta_rule-head", _preconditioned_gdn),
   "precond_kda": Adapter("preconditioned_delta_rule-channel", _PRECONDITIONED),
+  "momentum_delta_rule": Adapter(
+    "momentum_delta_rule-head", _rename(log_alpha="g", log_mu="g_momentum")
+  ),
   "delta_product_nogate": Adapter("delta_product-none", _in_steps),
   "gated_delta_product": Adapter("delta_product-head", _in_steps),
   "gated_oja_rule": Adapter("gated_oja-channel", _rename(gv="g")),
@@ -159,7 +165,13 @@ def method_of(name: str) -> str:
 FILES = {
   path.stem: path for path in sorted(FOLDER.glob("*.npz")) if method_of(path.stem) in ADAPTERS
 }
-STATES = {"h0": "ht", "z0": "zt", "h0_S": "ht_S", "h0_A": "ht_A"}  # in the order of a state's parts
+STATES = {  # of a file, in the order of a state's parts
+  "h0": "ht",
+  "z0": "zt",
+  "h0_S": "ht_S",
+  "h0_A": "ht_A",
+  "h0_M": "ht_M",
+}
 
 
 def test_no_file_is_missing():

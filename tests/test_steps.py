@@ -56,6 +56,11 @@ STEPS = {  # op: arguments with an axis T, others, first state
     {},
     (S, strength(B, H, K)),
   ),
+  "momentum_delta_rule": (
+    QKV | dict(p=unit(B, T, H, K), beta=strength(B, T, HV), eta=strength(B, T, HV), g=PER_HEAD, g_momentum=-strength(B, T, HV)),
+    {},
+    (S, normal(B, HV, K, V)),
+  ),
   "mamba3": (
     QKV | dict(g=PER_HEAD, dt=strength(B, T, HV), trapezoid=strength(B, T, HV)), {}, (S, normal(B, H, K), normal(B, HV, V)),
   ),

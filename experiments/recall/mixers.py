@@ -143,6 +143,9 @@ MIXERS: dict[str, Mixer] = {
   "preconditioned_kda": Mixer(
     "preconditioned KDA", matrix_state(L.PreconditionedKDA, has_output_gate=True)
   ),
+  "momentum_deltanet": Mixer(
+    "Momentum DeltaNet", matrix_state(L.MomentumDeltaNet, has_output_gate=True)
+  ),
   "qdelta": Mixer("Q-Delta", matrix_state(L.QDelta, has_output_gate=True)),
   "mlstm": Mixer("mLSTM", matrix_state(L.MLSTM, has_output_gate=True)),
   "rwkv6": Mixer("RWKV-6", token_shift(L.RWKV6)),

@@ -82,6 +82,19 @@ def preconditioned(q, k, v, beta, g, beta_precond, g_precond):
   return over_tokens(step, (_zeros(k, v), jnp.zeros_like(k[:, 0])), q, k, v, *gates)
 
 
+def momentum(q, k, p, v, beta, eta, g, g_momentum):
+  q, *rest = _wide(q * q.shape[-1] ** -0.5, k, p, v, beta, eta, g, g_momentum)
+
+  def step(state, q, k, p, v, beta, eta, g, g_momentum):
+    S, M = state
+    error = eta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", p, S))
+    M = _decayed(M, g_momentum) - jnp.einsum("bhk,bhv->bhkv", k, error)
+    S = _decayed(S, g) - beta[..., None, None] * M
+    return (S, M), jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  return over_tokens(step, (_zeros(k, v), _zeros(k, v)), q, *rest)
+
+
 def mamba3(q, k, v, g, dt, trapezoid):
   q, k, v, g, dt, mix = _wide(q, k, v, g, dt, trapezoid)
 
@@ -254,6 +267,7 @@ PLAIN: dict[str, dict[str, Baseline]] = {
   },
   "rwkv6": {TOKEN_SCAN: Baseline(rwkv6)},
   "preconditioned": {TOKEN_SCAN: Baseline(preconditioned)},
+  "momentum": {TOKEN_SCAN: Baseline(momentum)},
   "mamba3": {TOKEN_SCAN: Baseline(mamba3)},
   "gdn2": {TOKEN_SCAN: Baseline(gdn2)},
   "delta_product": {TOKEN_SCAN: Baseline(delta_product)},

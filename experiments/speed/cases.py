@@ -114,6 +114,12 @@ def _preconditioned(rng, c, T):
   return x | {"beta_precond": _sigmoid(rng, *shape), "g_precond": _log_decay(rng, *shape)}
 
 
+def _momentum(rng, c, T):
+  x, shape = _gated(_delta, "head")(rng, c, T), (c.batch, T, c.heads)
+  gates = {"eta": _sigmoid(rng, *shape), "g_momentum": _log_decay(rng, *shape)}
+  return x | {"p": x["k"]} | gates
+
+
 def _mamba3(rng, c, T):
   x, shape = _qkv(rng, c, T), (c.batch, T, c.heads)
   gates = {"g": _log_decay(rng, *shape), "dt": _sigmoid(rng, *shape)}
@@ -176,6 +182,13 @@ OPS: dict[str, Op] = CORE | {
     R.preconditioned_delta_rule_step,
     _matrix_size,
     meaning="preconditioned Gated DeltaNet",
+  ),
+  "momentum": Op(
+    lajax.momentum_delta_rule,
+    _momentum,
+    R.momentum_delta_rule_step,
+    lambda c: 4 * _matrix_size(c),
+    meaning="delta rule with momentum, two states",
   ),
   "delta_product": Op(
     lajax.delta_product,

@@ -31,6 +31,7 @@ from lajax.layers.mamba3 import Mamba3
 from lajax.layers.mixer import Mixer
 from lajax.layers.mla import MLA
 from lajax.layers.mlstm import MLSTM
+from lajax.layers.momentum_deltanet import MomentumDeltaNet
 from lajax.layers.parameters import GatedRMSNorm
 from lajax.layers.performer import Performer
 from lajax.layers.preconditioned import PreconditionedGatedDeltaNet, PreconditionedKDA
@@ -76,6 +77,7 @@ __all__ = [
   "Mamba2",
   "Mamba3",
   "Mixer",
+  "MomentumDeltaNet",
   "Performer",
   "PreconditionedGatedDeltaNet",
   "PreconditionedKDA",

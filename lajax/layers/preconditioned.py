@@ -43,8 +43,9 @@ class PreconditionedGatedDeltaNet(_Preconditioned, GatedDeltaNet):
 
       A_t = e^(g'_t) A_{t-1} + beta'_t k_t^2 ;  m = 1.5^(-r / (1 + |r|)), r = log(A_t + 1e-6) + 0.2
       S_t = e^(g_t) S_{t-1} ;  S_t += beta_t (m_t k_t) (v_t - S_t^T k_t)^T
-      g' = -exp(A_log') softplus(x W_a' + dt_bias'), beta' = sigmoid(x W_beta'), and else as
-      `GatedDeltaNet`
+      g' = -exp(A_log') softplus(x W_a' + dt_bias'), beta' = sigmoid(x W_beta')
+
+  Everything else is as in `GatedDeltaNet`.
 
   Args: those of `GatedDeltaNet`; impl and chunk_size are of `lajax.preconditioned_delta_rule`, and
     A_log', dt_bias' are drawn like A_log, dt_bias.
@@ -62,8 +63,9 @@ class PreconditionedKDA(_Preconditioned, KimiDeltaAttention):
 
       A_t = e^(g'_t) A_{t-1} + beta'_t k_t^2 ;  m = 1.5^(-r / (1 + |r|)), r = log(A_t + 1e-6) + 0.2
       S_t = Diag(e^(g_t)) S_{t-1} ;  S_t += beta_t (m_t k_t) (v_t - S_t^T k_t)^T
-      g' = -exp(A_log') softplus(x W_a' + dt_bias'), beta' = sigmoid(x W_beta'), and else as
-      `KimiDeltaAttention`
+      g' = -exp(A_log') softplus(x W_a' + dt_bias'), beta' = sigmoid(x W_beta')
+
+  Everything else is as in `KimiDeltaAttention`.
 
   Args: those of `KimiDeltaAttention`; impl and chunk_size are of `lajax.preconditioned_delta_rule`.
     A' ~ U(0, 16), and dt_bias' is drawn like dt_bias.

@@ -10,6 +10,7 @@ from lajax.recurrence.steps import (
   linear_recurrence_step,
   mamba3_step,
   mlstm_step,
+  momentum_delta_rule_step,
   normalized_linear_attention_step,
   preconditioned_delta_rule_step,
 )
@@ -24,6 +25,7 @@ __all__ = [
   "linear_recurrence_step",
   "mamba3_step",
   "mlstm_step",
+  "momentum_delta_rule_step",
   "normalized_linear_attention_step",
   "preconditioned_delta_rule_step",
 ]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from lajax import _shapes
 from lajax._meshes import on_automatic_axes
-from lajax.recurrence import families, mamba3, preconditioned
+from lajax.recurrence import families, mamba3, momentum, preconditioned
 from lajax.recurrence import family as rows
 from lajax.recurrence.family import Call, Family
 
@@ -258,6 +258,41 @@ def preconditioned_delta_rule_step(
   arrays = dict(q=q, k=k, v=v, beta=beta, g=g, beta_precond=beta_precond, g_precond=g_precond)
   family = preconditioned.PRECONDITIONED_DELTA_RULE
   return _step(family, state, arrays, scale, preconditioned.options_of(base, eps, center))
+
+
+def momentum_delta_rule_step(
+  state: tuple[Matrix, Matrix],
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  p: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  beta: Float[Array, "B HV"],
+  eta: Float[Array, "B HV"],
+  g: Float[Array, "B HV"],
+  g_momentum: Float[Array, "B HV"],
+  *,
+  scale: float | None = None,
+) -> tuple[tuple[Matrix, Matrix], Float[Array, "B HV V"]]:
+  """One token of `lajax.momentum_delta_rule`.
+
+      M' = exp(m) M - eta k (v - S^T p)^T ,   S' = exp(g) S - beta M' ,   o = scale S'^T q
+
+  Args:
+    state: (S [B HV K V], M [B HV K V]), before the token.
+    q, k, p, v: [B H K] thrice, and [B HV V].
+    beta, eta: [B HV], step size along the momentum, and strength of the correction.
+    g, g_momentum: [B HV], log decays (natural) of S and of M, <= 0.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state (S, M) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  arrays = dict(q=q, k=k, p=p, v=v, beta=beta, eta=eta, g=g, g_momentum=g_momentum)
+  return _step(momentum.MOMENTUM_DELTA_RULE, state, arrays, scale)
 
 
 def mlstm_step(
