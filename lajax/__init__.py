@@ -8,8 +8,8 @@
     y, state = layer(x)  # a layer: x, y [B T D]
 
 Ops: `linear_attention`, `normalized_linear_attention`, `delta_rule`, `delta_product`, `gated_oja`,
-`dplr`, `preconditioned_delta_rule`, `momentum_delta_rule`, `mlstm`, `mamba3`, `linear_recurrence`,
-softmax `attention`, and over whole documents
+`dplr`, `preconditioned_delta_rule`, `momentum_delta_rule`, `mlstm`, `mamba3`, `mesa`,
+`linear_recurrence`, softmax `attention`, and over whole documents
 `bidirectional_linear_attention` and `efficient_attention`. Every op takes packed documents
 (`segment_ids`, `loss_mask`) and carries a state (`initial_state`) from call to call; `impl` chooses
 how it is computed, never what.
@@ -42,6 +42,7 @@ from lajax.ops import (  # noqa: E402
   linear_recurrence,
   loss_mask,
   mamba3,
+  mesa,
   mlstm,
   momentum_delta_rule,
   normalized_linear_attention,
@@ -61,6 +62,7 @@ __all__ = [
   "linear_recurrence",
   "loss_mask",
   "mamba3",
+  "mesa",
   "mlstm",
   "momentum_delta_rule",
   "normalized_linear_attention",

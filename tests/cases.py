@@ -148,6 +148,10 @@ _ALL = [
     )
     for gate, rows in (("head", ("plain", "mixed", "inf")), ("ranks", ("plain", "mixed")))
   ),
+  Case(
+    "mesa", "head", samplers.mesa, equations.ridge_regression, ("plain", "mixed", "inf"),
+    options=(("scale", None),), shared=("ridge",), untimed=("initial_state", "ridge"),
+  ),
   _attention("none", equation=equations.softmax, rows=("plain",)),
   _attention(
     "forget", equation=equations.softmax,

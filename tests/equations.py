@@ -154,6 +154,24 @@ def read_trapezoid(state, token, scale):
   return o.reshape(token["v"].shape)
 
 
+def ridge_regression(inputs, segment_ids, scale):
+  """Reads the state of linear attention with the solution of the tokens' ridge regression."""
+
+  def update(state, token):
+    k, beta = heads(token["k"], token["v"]), token["beta"][:, None]
+    g = {"g": token["g"]}
+    G, S = (decay(g, part) for part in state)
+    return G + outer(k, beta * k), S + outer(k, beta * token["v"])
+
+  def read_solution(state, token, scale):
+    ridge, q = (heads(x, state[0]) for x in (inputs["ridge"], token["q"]))
+    x = [np.linalg.solve(G + np.diag(r), y) for G, r, y in zip(state[0], ridge, q, strict=True)]
+    return read(state[1], {"q": np.stack(x)}, scale)
+
+  tokens = {name: x for name, x in inputs.items() if name != "ridge"}
+  return scan(update, read_solution)(tokens, segment_ids, scale)
+
+
 def add_stabilised(state, token):
   C, n, m = state
   i, f, k = token["i"], token["f"], heads(token["k"], token["v"])

@@ -149,6 +149,16 @@ def momentum_delta_rule(rng, gate, row, s):
   }
 
 
+def mesa(rng, gate, row, s):
+  inputs = delta_rule(rng, gate, row, s)
+  root = _normal(rng, 1, s.HV, s.K, s.K)
+  G = 0.2 * root @ np.swapaxes(root, -1, -2)
+  return inputs | {
+    "ridge": rng.uniform(0.3, 1.5, (s.H, s.K)),
+    "initial_state": (G, inputs["initial_state"]),
+  }
+
+
 def mlstm(rng, gate, row, s):
   """n . q has either sign and is never near 0, a pole of the output; exp(-m) is larger at times."""
   inputs = normalized(rng, "none", row, s)

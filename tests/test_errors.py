@@ -27,6 +27,7 @@ OPS = (
   "dplr",
   "preconditioned_delta_rule",
   "momentum_delta_rule",
+  "mesa",
   "mlstm",
   "mamba3",
   "linear_recurrence",
@@ -44,7 +45,9 @@ def one_token(op: str) -> dict:
   arguments = well_formed(op)
   state = arguments.pop("initial_state")
   del arguments["segment_ids"]
-  return {n: x if n == "bonus" else x[:, 0] for n, x in arguments.items()} | {"state": state}
+  return {n: x if n in ("bonus", "ridge") else x[:, 0] for n, x in arguments.items()} | {
+    "state": state
+  }
 
 
 IDS = jnp.zeros((SIZES["B"], SIZES["T"]), jnp.int32)
@@ -119,6 +122,7 @@ FAST = (
 )
 OWN_OPTIONS = {
   "normalized_linear_attention": ("eps",),
+  "mesa": ("cg_steps",),
   "preconditioned_delta_rule": ("base", "eps", "center"),
 }
 FREE = {  # axes whose size no other argument fixes, or of an array of any rank

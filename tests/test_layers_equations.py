@@ -321,6 +321,20 @@ def kda(HV, R, bounded):
   return f
 
 
+def mesanet(layer, x):
+  p, decay = gated_delta_parts(layer, x, V=4)
+  ridge, beta, o = 0.25 + softplus(np.asarray(layer.ridge_bias)), sigmoid(p["beta"]), []
+  for h in range(2):
+    G, S = np.zeros((8, 8)), np.zeros((8, 4))
+    for t in range(T):
+      k, v = p["k"][t, h], p["v"][t, h]
+      G = decay[t, h] * G + beta[t, h] * np.outer(k, k)
+      S = decay[t, h] * S + beta[t, h] * np.outer(k, v)
+      o.append(S.T @ np.linalg.solve(G + np.diag(ridge[h]), p["q"][t, h]))
+  o = np.stack(o).reshape(2, T, 4).swapaxes(0, 1)
+  return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
+
+
 def momentum_deltanet(layer, x):
   own = [("q", 2, 8), ("k", 2, 8), ("v", 4, 8), ("beta", 4), ("a", 4), ("gate", 4, 8)]
   p = parts(layer, x, [*own, ("momentum", 4), ("eta", 4)])
@@ -637,6 +651,7 @@ EQUATIONS = {
   "QDelta": qdelta,
   "KimiDeltaAttention": kda(2, 8, bounded=False),
   "KimiDeltaAttention-bounded": kda(4, None, bounded=True),
+  "MesaNet": mesanet,
   "MomentumDeltaNet": momentum_deltanet,
   "PreconditionedGatedDeltaNet": preconditioned_gdn,
   "PreconditionedKDA": preconditioned_kda,

@@ -305,6 +305,7 @@ def test_state_is_measured_whole(mixer):
   for name in ("preconditioned_gdn", "preconditioned_kda"):
     own[name] += 4 * 16  # the curvature
   own["momentum_deltanet"] += memory
+  own["mesanet"] += 4 * 16 * 16  # the keys' own matrix
   own["mamba3"] = memory + 4 * (4 + 16 + 64)  # angles, and the last token's key and value
   own["rwkv6"] = own["rwkv7"] = memory + 4 * 64  # the token before
   sizes = measure(small_run(mixer=mixer))

@@ -143,6 +143,7 @@ ADAPTERS = {
   "momentum_delta_rule": Adapter(
     "momentum_delta_rule-head", _rename(log_alpha="g", log_mu="g_momentum")
   ),
+  "mesa_net": Adapter("mesa-head", _rename(lamb="ridge")),
   "delta_product_nogate": Adapter("delta_product-none", _in_steps),
   "gated_delta_product": Adapter("delta_product-head", _in_steps),
   "gated_oja_rule": Adapter("gated_oja-channel", _rename(gv="g")),
@@ -171,6 +172,8 @@ STATES = {  # of a file, in the order of a state's parts
   "h0_S": "ht_S",
   "h0_A": "ht_A",
   "h0_M": "ht_M",
+  "h0_kk": "ht_kk",
+  "h0_kv": "ht_kv",
 }
 
 
@@ -312,13 +315,14 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
   case = CASES[adapter.case]
   values = {k: x for k, x in file["in"].items() if k not in STATES}
   states = [k for k in STATES if STATES[k] in file["out"]]
-  stacked = stacked and case.op != "delta_product"  # its keys have another axis before the heads
+  # Its keys have another axis before the heads; a ridge of 0 for further channels is none.
+  stacked = stacked and case.op not in ("delta_product", "mesa")
 
   constants = {k: x for k, x in file["attr"].items() if x.dtype.kind == "f"}
   arguments, pull_arguments = vjp(adapter.arguments, values, fixed=(constants,))
   if "q" in arguments:  # the op multiplies by width^-1/2; the method has a scale of its own
     width = cases.Shape().K if stacked else arguments["q"].shape[-1]
-    factor = file["attr"]["scale"] * width**0.5
+    factor = file["attr"].get("scale", 1.0) * width**0.5
     arguments = arguments | {"q": arguments["q"] * factor}
   o = np.zeros(case.output(arguments))
   o_ct = vjp(adapter.output, values, o)[1](file["ct"]["o"])[1]

@@ -61,6 +61,9 @@ STEPS = {  # op: arguments with an axis T, others, first state
     {},
     (S, normal(B, HV, K, V)),
   ),
+  "mesa": (
+    QKV | dict(beta=strength(B, T, HV), g=PER_HEAD), dict(ridge=strength(H, K)), (np.tile(np.eye(K), (B, HV, 1, 1)), S),
+  ),
   "mamba3": (
     QKV | dict(g=PER_HEAD, dt=strength(B, T, HV), trapezoid=strength(B, T, HV)), {}, (S, normal(B, H, K), normal(B, HV, V)),
   ),

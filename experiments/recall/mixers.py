@@ -146,6 +146,7 @@ MIXERS: dict[str, Mixer] = {
   "momentum_deltanet": Mixer(
     "Momentum DeltaNet", matrix_state(L.MomentumDeltaNet, has_output_gate=True)
   ),
+  "mesanet": Mixer("MesaNet", matrix_state(L.MesaNet, has_output_gate=True)),
   "qdelta": Mixer("Q-Delta", matrix_state(L.QDelta, has_output_gate=True)),
   "mlstm": Mixer("mLSTM", matrix_state(L.MLSTM, has_output_gate=True)),
   "rwkv6": Mixer("RWKV-6", token_shift(L.RWKV6)),

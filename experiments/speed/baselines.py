@@ -95,6 +95,18 @@ def momentum(q, k, p, v, beta, eta, g, g_momentum):
   return over_tokens(step, (_zeros(k, v), _zeros(k, v)), q, *rest)
 
 
+def mesa(q, k, v, beta, g, ridge):
+  q, k, v, beta, g, ridge = _wide(q, k, v, beta, g, ridge)
+
+  def step(state, q, k, v, beta, g):
+    write = lambda a: jnp.einsum("bh,bhk,bhv->bhkv", beta, k, a)
+    G, S = _decayed(state[0], g) + write(k), _decayed(state[1], g) + write(v)
+    systems = G + ridge[None, :, :, None] * jnp.eye(k.shape[-1], dtype=k.dtype)[None, None]
+    return (G, S), jnp.einsum("bhk,bhkv->bhv", jnp.linalg.solve(systems, q[..., None])[..., 0], S)
+
+  return over_tokens(step, (_zeros(k, k), _zeros(k, v)), q, k, v, beta, g)
+
+
 def mamba3(q, k, v, g, dt, trapezoid):
   q, k, v, g, dt, mix = _wide(q, k, v, g, dt, trapezoid)
 
@@ -268,6 +280,7 @@ PLAIN: dict[str, dict[str, Baseline]] = {
   "rwkv6": {TOKEN_SCAN: Baseline(rwkv6)},
   "preconditioned": {TOKEN_SCAN: Baseline(preconditioned)},
   "momentum": {TOKEN_SCAN: Baseline(momentum)},
+  "mesa": {TOKEN_SCAN: Baseline(mesa)},
   "mamba3": {TOKEN_SCAN: Baseline(mamba3)},
   "gdn2": {TOKEN_SCAN: Baseline(gdn2)},
   "delta_product": {TOKEN_SCAN: Baseline(delta_product)},

@@ -120,6 +120,10 @@ def _momentum(rng, c, T):
   return x | {"p": x["k"]} | gates
 
 
+def _mesa(rng, c, T):
+  return _gated(_delta, "head")(rng, c, T) | {"ridge": 0.25 + _sigmoid(rng, c.heads, c.width)}
+
+
 def _mamba3(rng, c, T):
   x, shape = _qkv(rng, c, T), (c.batch, T, c.heads)
   gates = {"g": _log_decay(rng, *shape), "dt": _sigmoid(rng, *shape)}
@@ -189,6 +193,9 @@ OPS: dict[str, Op] = CORE | {
     R.momentum_delta_rule_step,
     lambda c: 4 * _matrix_size(c),
     meaning="delta rule with momentum, two states",
+  ),
+  "mesa": Op(
+    lajax.mesa, _mesa, R.mesa_step, _matrix_size, meaning="solved exactly", untimed=("ridge",)
   ),
   "delta_product": Op(
     lajax.delta_product,

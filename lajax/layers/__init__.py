@@ -28,6 +28,7 @@ from lajax.layers.linear_attention import LinearAttention
 from lajax.layers.mamba import Mamba
 from lajax.layers.mamba2 import Mamba2
 from lajax.layers.mamba3 import Mamba3
+from lajax.layers.mesanet import MesaNet
 from lajax.layers.mixer import Mixer
 from lajax.layers.mla import MLA
 from lajax.layers.mlstm import MLSTM
@@ -76,6 +77,7 @@ __all__ = [
   "Mamba",
   "Mamba2",
   "Mamba3",
+  "MesaNet",
   "Mixer",
   "MomentumDeltaNet",
   "Performer",

@@ -23,6 +23,7 @@ from lajax.ops.documents import loss_mask, segment_ids
 from lajax.ops.elementwise import linear_recurrence
 from lajax.ops.linear import linear_attention, mlstm, normalized_linear_attention
 from lajax.ops.mamba3 import mamba3
+from lajax.ops.mesa import mesa
 from lajax.ops.momentum import momentum_delta_rule
 from lajax.ops.norm import gated_rms_norm
 from lajax.ops.preconditioned import preconditioned_delta_rule
@@ -42,6 +43,7 @@ __all__ = [
   "linear_recurrence",
   "loss_mask",
   "mamba3",
+  "mesa",
   "mlstm",
   "momentum_delta_rule",
   "normalized_linear_attention",

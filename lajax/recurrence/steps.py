@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from lajax import _shapes
 from lajax._meshes import on_automatic_axes
-from lajax.recurrence import families, mamba3, momentum, preconditioned
+from lajax.recurrence import families, mamba3, mesa, momentum, preconditioned
 from lajax.recurrence import family as rows
 from lajax.recurrence.family import Call, Family
 
@@ -359,6 +359,44 @@ def mamba3_step(
   """
   family = mamba3.MAMBA3_MIMO if getattr(q, "ndim", 3) == 4 else mamba3.MAMBA3
   return _step(family, state, dict(q=q, k=k, v=v, g=g, dt=dt, trapezoid=trapezoid), scale)
+
+
+def mesa_step(
+  state: tuple[Float[Array, "B HV K K"], Matrix],
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  beta: Float[Array, "B HV"],
+  g: Float[Array, "B HV"] | None,
+  ridge: Float[Array, "H K"],
+  *,
+  cg_steps: int | None = None,
+  scale: float | None = 1.0,
+) -> tuple[tuple[Float[Array, "B HV K K"], Matrix], Float[Array, "B HV V"]]:
+  """One token of `lajax.mesa`.
+
+      G = exp(g) G + beta k k^T ,   S = exp(g) S + beta k v^T ,
+      o = scale S^T (G + Diag(ridge))^(-1) q
+
+  Args:
+    state: (G [B HV K K], S [B HV K V]), before the token.
+    q, k, v: [B H K], [B H K] and [B HV V].
+    beta: [B HV], weight of the token, at least 0.
+    g: [B HV], log decay (natural), <= 0; None for none.
+    ridge: [H K], above 0.
+    cg_steps: of conjugate gradients; None for an exact solution.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state (G, S) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  options = {"cg_steps": _shapes.check_positive("cg_steps", cg_steps)}
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g, ridge=ridge)
+  return _step(mesa.MESA, state, arrays, scale, options)
 
 
 def linear_recurrence_step(
