@@ -8,7 +8,8 @@
     y, state = layer(x)  # a layer: x, y [B T D]
 
 Ops: `linear_attention`, `normalized_linear_attention`, `delta_rule`, `delta_product`, `gated_oja`,
-`dplr`, `mlstm`, `linear_recurrence`, softmax `attention`, and over whole documents
+`dplr`, `preconditioned_delta_rule`, `momentum_delta_rule`, `mlstm`, `mamba3`, `mesa`,
+`linear_recurrence`, softmax `attention`, and over whole documents
 `bidirectional_linear_attention` and `efficient_attention`. Every op takes packed documents
 (`segment_ids`, `loss_mask`) and carries a state (`initial_state`) from call to call; `impl` chooses
 how it is computed, never what.
@@ -41,8 +42,12 @@ from lajax.ops import (  # noqa: E402
   linear_attention,
   linear_recurrence,
   loss_mask,
+  mamba3,
+  mesa,
   mlstm,
+  momentum_delta_rule,
   normalized_linear_attention,
+  preconditioned_delta_rule,
   segment_ids,
 )
 
@@ -57,8 +62,12 @@ __all__ = [
   "linear_attention",
   "linear_recurrence",
   "loss_mask",
+  "mamba3",
+  "mesa",
   "mlstm",
+  "momentum_delta_rule",
   "normalized_linear_attention",
+  "preconditioned_delta_rule",
   "segment_ids",
 ]
 

@@ -35,6 +35,8 @@ def _operations_of(eqn) -> int:
     )
   if name == "cond":
     return max(map(operations, programs_inside(eqn)))
+  if name == "custom_linear_solve":  # its other programs are for derivatives
+    return operations(eqn.params["jaxprs"].solve)
   inside = sum(map(operations, programs_inside(eqn)))
   if not eqn.outvars or not jnp.issubdtype(
     getattr(eqn.outvars[0].aval, "dtype", jnp.int32), jnp.floating
@@ -47,6 +49,10 @@ def _operations_of(eqn) -> int:
   if name == "ragged_dot_general":  # each row is multiplied by the matrix of its group alone
     rows, width = eqn.invars[0].aval.shape
     return 2 * rows * width * eqn.invars[1].aval.shape[-1]
+  if name == "cholesky":
+    return eqn.outvars[0].aval.size * eqn.outvars[0].aval.shape[-1] // 3
+  if name == "triangular_solve":
+    return eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1]
   if name in ARITHMETIC:
     return eqn.outvars[0].aval.size
   return inside + (eqn.invars[0].aval.size if name in SUMS else 0)

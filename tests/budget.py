@@ -16,7 +16,23 @@ BUDGET = {
   "float32": {"value": 5e-6, "gradient": 1e-5, "gate": 5e-5},
   "bfloat16": {"value": 5e-3, "gradient": 8e-3, "gate": 2e-2},
 }
-GATES = ("g", "beta", "log_a", "log_forget", "sink", "erase", "write", "i", "f")
+GATES = (
+  "g",
+  "beta",
+  "log_a",
+  "log_forget",
+  "sink",
+  "erase",
+  "write",
+  "i",
+  "f",
+  "dt",
+  "trapezoid",
+  "beta_precond",
+  "g_precond",
+  "g_momentum",
+  "eta",
+)
 
 # A softmax with all weight on one key does not change with its scores: dq, dk, dlog_forget and
 # dsink are then 0, computed as a difference of terms of size 1. The error of a gradient smaller

@@ -118,6 +118,18 @@ _ALL = [
     equations.scan(equations.correct_channels, equations.read), ("plain", "mixed", "inf"),
     options=(("beta", None),),
   ),
+  *(
+    Case(
+      "preconditioned_delta_rule", gate, samplers.preconditioned_delta_rule,
+      equations.scan(equations.correct_preconditioned, equations.read_first), rows,
+    )
+    for gate, rows in (("head", ("plain", "mixed", "inf")), ("channel", ("plain", "mixed", "inf")))
+  ),
+  Case(
+    "momentum_delta_rule", "head", samplers.momentum_delta_rule,
+    equations.scan(equations.correct_with_momentum, equations.read_first),
+    ("plain", "mixed", "forget", "inf", "steep"),
+  ),
   _delta_product("none", rows=("plain",)),
   _delta_product("head", rows=("plain", "mixed", "inf")),
   _matrix("gated_oja", "head", equations.correct_values, ("plain", "mixed", "inf")),
@@ -127,6 +139,18 @@ _ALL = [
     "mlstm", "head", samplers.mlstm,
     equations.scan(equations.add_stabilised, equations.read_stabilised), GATED[:-1],
     cancelling=("dq", "dk"),
+  ),
+  *(
+    Case(
+      "mamba3", gate, samplers.mamba3,
+      equations.scan(equations.add_trapezoid, equations.read_trapezoid), rows,
+      options=(("scale", None),),
+    )
+    for gate, rows in (("head", ("plain", "mixed", "inf")), ("ranks", ("plain", "mixed")))
+  ),
+  Case(
+    "mesa", "head", samplers.mesa, equations.ridge_regression, ("plain", "mixed", "inf"),
+    options=(("scale", None),), shared=("ridge",), untimed=("initial_state", "ridge"),
   ),
   _attention("none", equation=equations.softmax, rows=("plain",)),
   _attention(
@@ -221,7 +245,14 @@ def packed_ids(T: int) -> np.ndarray:
 
 def rounded(name: str, x: np.ndarray, dtype: str) -> np.ndarray:
   """Values that an op receives in `dtype`; in bfloat16, decays and states stay float32."""
-  if dtype == "bfloat16" and name not in ("g", "log_a", "log_forget", "initial_state"):
+  if dtype == "bfloat16" and name not in (
+    "g",
+    "g_precond",
+    "g_momentum",
+    "log_a",
+    "log_forget",
+    "initial_state",
+  ):
     return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16)
   return np.asarray(x, np.float64 if dtype == "float64" else np.float32)
 
@@ -277,7 +308,8 @@ def well_formed(op: str) -> dict[str, Any]:
     return arguments("linear_attention-head") | {
       "bonus": arguments("linear_attention-bonus")["bonus"]
     }
-  return arguments(f"{op}-{'vector' if op == 'linear_recurrence' else 'head'}")
+  found = arguments(f"{op}-{'vector' if op == 'linear_recurrence' else 'head'}")
+  return {name: x for name, x in found.items() if x is not None}
 
 
 # --- running an op --------------------------------------------------------------------------------

@@ -71,6 +71,27 @@ def correct(state, token):
   return state + outer(k, token["beta"][:, None] * error)
 
 
+def correct_preconditioned(state, token):
+  (S, A), k, v = state, token["k"], token["v"]
+  A = np.exp(token["g_precond"])[:, None] * A + token["beta_precond"][:, None] * k * k
+  r = np.log(A + 1e-6) + 0.2
+  S, m = decay(token, S), 1.5 ** (-r / (1 + abs(r)))
+  error = token["beta"][:, None] * (v - np.einsum("hkv,hk->hv", S, heads(k, v)))
+  return S + outer(heads(m * k, v), error), A
+
+
+def correct_with_momentum(state, token):
+  (S, M), v = state, token["v"]
+  k, p = heads(token["k"], v), heads(token["p"], v)
+  error = v - np.einsum("hkv,hk->hv", S, p)
+  M = decay({"g": token["g_momentum"]}, M) - outer(k, token["eta"][:, None] * error)
+  return decay(token, S) - token["beta"][:, None, None] * M, M
+
+
+def read_first(state, token, scale):
+  return read(state[0], token, scale)
+
+
 def correct_channels(state, token):
   k, state = heads(token["k"], token["v"]), decay(token, state)
   error = token["write"] * token["v"] - np.einsum("hkv,hk->hv", state, token["erase"] * k)
@@ -116,6 +137,39 @@ def reading_before(inputs, segment_ids, scale):
 def add_low_rank(state, token):
   k, a, b = (heads(token[name], token["v"]) for name in "kab")
   return decay(token, state) + outer(b, np.einsum("hkv,hk->hv", state, a)) + outer(k, token["v"])
+
+
+def add_trapezoid(state, token):
+  """The R keys and values of a token stand on the first axis, if there are any."""
+  S, k, v = state
+  write = lambda k, v: outer(heads(k, v), v) if k.ndim == 2 else sum(map(write, k, v))
+  lam, dt, decay = (x[:, None, None] for x in (token["trapezoid"], token["dt"], np.exp(token["g"])))
+  S = decay * S + (1 - lam) * dt * decay * write(k, v) + lam * dt * write(token["k"], token["v"])
+  return S, token["k"], token["v"]
+
+
+def read_trapezoid(state, token, scale):
+  ranks = token["q"] if token["q"].ndim == 3 else token["q"][None]
+  o = np.stack([read(state[0], {"q": q}, scale) for q in ranks])
+  return o.reshape(token["v"].shape)
+
+
+def ridge_regression(inputs, segment_ids, scale):
+  """Reads the state of linear attention with the solution of the tokens' ridge regression."""
+
+  def update(state, token):
+    k, beta = heads(token["k"], token["v"]), token["beta"][:, None]
+    g = {"g": token["g"]}
+    G, S = (decay(g, part) for part in state)
+    return G + outer(k, beta * k), S + outer(k, beta * token["v"])
+
+  def read_solution(state, token, scale):
+    ridge, q = (heads(x, state[0]) for x in (inputs["ridge"], token["q"]))
+    x = [np.linalg.solve(G + np.diag(r), y) for G, r, y in zip(state[0], ridge, q, strict=True)]
+    return read(state[1], {"q": np.stack(x)}, scale)
+
+  tokens = {name: x for name, x in inputs.items() if name != "ridge"}
+  return scan(update, read_solution)(tokens, segment_ids, scale)
 
 
 def add_stabilised(state, token):

@@ -33,7 +33,7 @@ def compiled(case: Case) -> Callable:
 def rounded(case: Case, arrays, dtype: str):
   """Returns arrays and cotangents as kernels of that dtype get them."""
   cts = cases.cotangents(case, arrays)
-  cast = functools.partial(cases.rounded, dtype=dtype)
+  cast = lambda name, x: jax.tree.map(functools.partial(cases.rounded, name, dtype=dtype), x)
   given = {name: cast(name, x) for name, x in arrays.items()}
   return given, (cast("o", cts[0]), cast("initial_state", cts[1]))
 

@@ -130,6 +130,35 @@ def dplr(rng, gate, row, s):
   return inputs | {"a": -kappa, "b": kappa * rng.uniform(size=(1, s.T, s.H, s.K))}
 
 
+def preconditioned_delta_rule(rng, gate, row, s):
+  inputs = delta_rule(rng, gate, row, s)
+  return inputs | {
+    "beta_precond": rng.uniform(size=(1, s.T, s.H)),
+    "g_precond": ROWS[row](rng, (1, s.T, s.H)),
+    "initial_state": (inputs["initial_state"], 0.1 * _positive(rng, 1, s.H, s.K)),
+  }
+
+
+def momentum_delta_rule(rng, gate, row, s):
+  inputs = delta_rule(rng, gate, row, s)
+  return inputs | {
+    "p": _unit(rng, 1, s.T, s.H, s.K),
+    "eta": rng.uniform(size=(1, s.T, s.HV)),
+    "g_momentum": ROWS["plain" if row == "zero" else row](rng, (1, s.T, s.HV)),
+    "initial_state": (inputs["initial_state"], 0.3 * _normal(rng, 1, s.HV, s.K, s.V)),
+  }
+
+
+def mesa(rng, gate, row, s):
+  inputs = delta_rule(rng, gate, row, s)
+  root = _normal(rng, 1, s.HV, s.K, s.K)
+  G = 0.2 * root @ np.swapaxes(root, -1, -2)
+  return inputs | {
+    "ridge": rng.uniform(0.3, 1.5, (s.H, s.K)),
+    "initial_state": (G, inputs["initial_state"]),
+  }
+
+
 def mlstm(rng, gate, row, s):
   """n . q has either sign and is never near 0, a pole of the output; exp(-m) is larger at times."""
   inputs = normalized(rng, "none", row, s)
@@ -138,6 +167,20 @@ def mlstm(rng, gate, row, s):
     "i": 2 * _normal(rng, 1, s.T, s.HV) - 1,
     "f": ROWS[row](rng, (1, s.T, s.HV)),
     "initial_state": (*inputs["initial_state"], _normal(rng, 1, s.HV)),
+  }
+
+
+def mamba3(rng, gate, row, s):
+  """One key per token with the gate "head", two with "ranks"."""
+  ranks = () if gate == "head" else (2,)
+  draw = lambda heads, width: _normal(rng, 1, s.T, *ranks, heads, width)
+  x = {"q": draw(s.H, s.K), "k": draw(s.H, s.K), "v": draw(s.HV, s.V)}
+  last = lambda x: _normal(rng, 1, *x.shape[2:])
+  return x | {
+    "g": ROWS[row](rng, (1, s.T, s.HV)),
+    "dt": rng.uniform(0.1, 1, (1, s.T, s.HV)),
+    "trapezoid": rng.uniform(size=(1, s.T, s.HV)),
+    "initial_state": (_normal(rng, 1, s.HV, s.K, s.V), last(x["k"]), last(x["v"])),
   }
 
 

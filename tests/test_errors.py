@@ -25,7 +25,11 @@ OPS = (
   "delta_product",
   "gated_oja",
   "dplr",
+  "preconditioned_delta_rule",
+  "momentum_delta_rule",
+  "mesa",
   "mlstm",
+  "mamba3",
   "linear_recurrence",
   "attention",
 )
@@ -41,7 +45,9 @@ def one_token(op: str) -> dict:
   arguments = well_formed(op)
   state = arguments.pop("initial_state")
   del arguments["segment_ids"]
-  return {n: x if n == "bonus" else x[:, 0] for n, x in arguments.items()} | {"state": state}
+  return {n: x if n in ("bonus", "ridge") else x[:, 0] for n, x in arguments.items()} | {
+    "state": state
+  }
 
 
 IDS = jnp.zeros((SIZES["B"], SIZES["T"]), jnp.int32)
@@ -59,7 +65,20 @@ def error(op: str, **changes) -> str:
 
 # --- the table ---
 
-GATES = {"g", "log_a", "i", "f", "log_forget", "beta"}
+GATES = {
+  "g",
+  "beta_precond",
+  "g_precond",
+  "g_momentum",
+  "eta",
+  "log_a",
+  "i",
+  "f",
+  "log_forget",
+  "beta",
+  "dt",
+  "trapezoid",
+}
 OPTIONAL = {
   "g",
   "bonus",
@@ -101,7 +120,11 @@ FAST = (
   "short_conv",
   "loss_mask",
 )
-NORMALIZED = ("normalized_linear_attention", "normalized_linear_attention_step")
+OWN_OPTIONS = {
+  "normalized_linear_attention": ("eps",),
+  "mesa": ("cg_steps",),
+  "preconditioned_delta_rule": ("base", "eps", "center"),
+}
 FREE = {  # axes whose size no other argument fixes, or of an array of any rank
   ("attention", "v"): (3,), ("efficient_attention", "v"): (3,), ("bidirectional_linear_attention", "v"): (3,),
   ("loss_mask", "segment_ids"): (0, 1),
@@ -124,7 +147,7 @@ def wrong_values(name: str, argument: str, right) -> dict:
 @pytest.mark.parametrize("name", some_fast(TABLE, FAST))
 def test_wrong_arguments_are_clear_errors(name):
   function, right, options = TABLE[name]
-  options = (*options, *(("eps",) if name in NORMALIZED else ()))
+  options = (*options, *OWN_OPTIONS.get(name.removesuffix("_step"), ()))
   faults = []
   for argument in (*right, *options):
     values = wrong_values(name, argument, right.get(argument))
@@ -165,6 +188,8 @@ WRONG_SIZE = [
   ("delta_product", "beta", ones(B, T, R + 1, HV), ["[B T R HV] = (2, 5, 2, 4)", "(2, 5, 3, 4)", "R differs"]),
   ("gated_oja", "g", ones(B, T, HV, K), ["[B T HV V] = (2, 5, 4, 6)", "(2, 5, 4, 3)", "V differs"]),
   ("mlstm", "f", ones(B, T, H), ["[B T HV] = (2, 5, 4)", "(2, 5, 2)", "HV differs"]),
+  ("mamba3", "dt", ones(B, T, H), ["[B T HV] = (2, 5, 4)", "(2, 5, 2)", "HV differs"]),
+  ("mamba3", "k", ones(B, T, R, H, K), ["[B T H K]", "rank 5"]),
   ("attention", "sink", ones(H), ["[H] = (4,)", "(2,)"]),
   ("linear_recurrence", "log_a", ones(B, T, V + 1), ["(2, 5, 6)", "(2, 5, 7)", "`x`"]),
   ("linear_attention", "g", ones(B, T), ["[B T HV] or [B T HV K]", "rank 2"]),
@@ -204,10 +229,10 @@ def test_linear_recurrence_needs_tokens(x):
   "op", [op for op in OPS if op not in ("attention", "linear_recurrence", "delta_product")]
 )
 def test_value_heads_are_a_multiple(op):
-  arguments = {n: x for n, x in well_formed(op).items() if n in ("q", "k", "a", "b", "segment_ids")}
-  gates = {n: ones(B, T, 3) for n in ("beta", "i", "f") if n in well_formed(op)}
+  given = {n: x for n, x in well_formed(op).items() if n not in ("initial_state", "bonus")}
+  three = {n: x[:, :, :3] if x.shape[2:3] == (HV,) else x for n, x in given.items()}
   with pytest.raises(ValueError, match=r"3 heads of `v` \(HV\) must be a multiple of the 2 heads"):
-    getattr(lajax, op)(**arguments, **gates, v=ones(B, T, 3, V))
+    getattr(lajax, op)(**three)
 
 
 def test_query_heads_are_a_multiple():

@@ -38,6 +38,8 @@ WRONG_BY_NAME = {
   "rngs": (None, 7, jax.ShapeDtypeStruct((2,), jnp.uint32)),
   "norm_eps": (*WRONG_NUMBERS, -1.0),
   "expand_v": (*WRONG_NUMBERS, 0.0, -1.0, 1.1),
+  "ridge_bound": (*WRONG_NUMBERS, 0.0),
+  "rope_fraction": (*WRONG_NUMBERS, 0.3),
   "lower_bound": ("1", math.nan, math.inf),
   "feature_map": ("elu", 3, None),
   "dt_limits": (1.0, (1.0,), ("a", 2.0), "ab", (math.nan, 1.0)),

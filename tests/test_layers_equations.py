@@ -227,6 +227,46 @@ def mamba2(H, N, G):
   return f
 
 
+def mamba3(H, G, R, angles):
+  """The printed recurrence, with both ends of a step in one update."""
+
+  def f(layer, x):
+    ranks = () if layer.rank is None else (R,)
+    gates = [(name, H) for name in ("dt", "rate", "trapezoid")]
+    keys = [("B", *ranks, G, 4), ("C", *ranks, G, 4)]
+    p = parts(layer, x, [("z", H, 8), ("u", H, 8), *keys, *gates, ("angle", angles)])
+    dt, a = softplus(p["dt"] + np.asarray(layer.dt_bias)), p["rate"]
+    a = np.where(a >= 0, 1 + a, 1 / (1 - np.minimum(a, 0)))
+    alpha, lam = np.exp(-dt * np.maximum(a, 1e-4)), sigmoid(p["trapezoid"])
+    theta = np.cumsum(np.pi * dt[..., None] * np.tanh(p["angle"])[:, None], axis=0)
+
+    def turn(x, norm, bias):
+      x = rms(x.reshape(T, R, G, 4), np.asarray(norm.weight)).repeat(H // G, axis=2)
+      x = x + np.asarray(bias).reshape(R, H, 4)
+      for n in range(angles):
+        a, b = x[..., 2 * n].copy(), x[..., 2 * n + 1].copy()
+        cos, sin = np.cos(theta[:, None, :, n]), np.sin(theta[:, None, :, n])
+        x[..., 2 * n], x[..., 2 * n + 1] = a * cos - b * sin, a * sin + b * cos
+      return x
+
+    q, k = turn(p["C"], layer.C_norm, layer.C_bias), turn(p["B"], layer.B_norm, layer.B_bias)
+    weight = lambda w: np.asarray(w) if ranks else np.ones((R, H, 8))
+    v = p["u"][:, None] * weight(getattr(layer, "rank_u", None))
+    z = p["z"][:, None] * weight(getattr(layer, "rank_z", None))
+    o = np.zeros_like(v)
+    for h in range(H):
+      S, before = np.zeros((4, 8)), np.zeros((4, 8))
+      for t in range(T):
+        write = k[t, :, h].T @ v[t, :, h]
+        S = alpha[t, h] * (S + (1 - lam[t, h]) * dt[t, h] * before) + lam[t, h] * dt[t, h] * write
+        o[t, :, h], before = q[t, :, h] @ S + layer.D[h] * v[t, :, h], write
+    if layer.norm is not None:
+      o = rms(o, np.asarray(layer.norm_weight))
+    return (o * silu(z) * weight(getattr(layer, "rank_out", None))).sum(1)
+
+  return f
+
+
 def deltanet(layer, x):
   p = parts(layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2)])
   return rms(
@@ -234,12 +274,32 @@ def deltanet(layer, x):
   )
 
 
-def gated_deltanet(layer, x):
-  p = parts(
-    layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 4, 12), ("beta", 4), ("a", 4), ("gate", 4, 12)]
-  )
+def gated_delta_parts(layer, x, HV=2, V=8, **others):
+  """The projections of a `GatedDeltaMixer`, q and k at unit length, and the decay."""
+  own = [("q", 2, 8), ("k", 2, 8), ("v", HV, V), ("beta", HV), ("a", HV), ("gate", HV, V)]
+  p = parts(layer, x, own + [(name, *shape) for name, shape in others.items()])
   decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
-  o = recur(l2(p["q"]), l2(p["k"]), p["v"], decay, 2 * sigmoid(p["beta"]))
+  return p | {"q": l2(p["q"]), "k": l2(p["k"])}, decay
+
+
+def gated_deltanet(HV, V, act, top):
+  def f(layer, x):
+    p, decay = gated_delta_parts(layer, x, HV, V)
+    o = recur(p["q"], p["k"], p["v"], decay, top * sigmoid(p["beta"]))
+    return rms(o, np.asarray(layer.norm.weight)) * act(p["gate"])
+
+  return f
+
+
+def qdelta(layer, x):
+  p, decay = gated_delta_parts(layer, x, 4, feedback=(4,))
+  beta, feedback, o = sigmoid(p["beta"]), sigmoid(p["feedback"] - 0.9), np.zeros((T, 4, 8))
+  for h in range(4):
+    S = np.zeros((8, 8))
+    for t in range(T):
+      q, k, S = p["q"][t, h // 2], p["k"][t, h // 2], decay[t, h] * S
+      S = S + np.outer(k, beta[t, h] * (p["v"][t, h] - S.T @ (k + feedback[t, h] * q)))
+      o[t, h] = S.T @ q / np.sqrt(8)
   return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
 
 
@@ -259,6 +319,74 @@ def kda(HV, R, bounded):
     return rms(o, np.asarray(layer.norm.weight)) * sigmoid(gate).reshape(o.shape)
 
   return f
+
+
+def mesanet(layer, x):
+  p, decay = gated_delta_parts(layer, x, V=4)
+  ridge, beta, o = 0.25 + softplus(np.asarray(layer.ridge_bias)), sigmoid(p["beta"]), []
+  for h in range(2):
+    G, S = np.zeros((8, 8)), np.zeros((8, 4))
+    for t in range(T):
+      k, v = p["k"][t, h], p["v"][t, h]
+      G = decay[t, h] * G + beta[t, h] * np.outer(k, k)
+      S = decay[t, h] * S + beta[t, h] * np.outer(k, v)
+      o.append(S.T @ np.linalg.solve(G + np.diag(ridge[h]), p["q"][t, h]))
+  o = np.stack(o).reshape(2, T, 4).swapaxes(0, 1)
+  return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
+
+
+def momentum_deltanet(layer, x):
+  own = [("q", 2, 8), ("k", 2, 8), ("v", 4, 8), ("beta", 4), ("a", 4), ("gate", 4, 8)]
+  p = parts(layer, x, [*own, ("momentum", 4), ("eta", 4)])
+  rate = lambda a, A_log, bias: np.exp(np.asarray(A_log)) * softplus(a + np.asarray(bias))
+  mu = np.exp(np.maximum(-rate(p["momentum"], layer.A_log_momentum, layer.momentum_bias), -2))
+  eta = np.tanh(p["eta"] / np.sqrt(D)) + 1
+  theta = np.arctan(eta * np.exp(np.asarray(layer.log_ratio)))
+  alpha = np.exp(-rate(p["a"], layer.A_log, layer.dt_bias)) * np.cos(theta) ** 2
+  beta, o = sigmoid(p["beta"]) * np.sin(theta) ** 2, np.zeros((T, 4, 8))
+  q, k = l2(p["q"] - np.exp(np.asarray(layer.log_feedback))[:, None] * p["k"]), l2(p["k"])
+  for h in range(4):
+    S, M = np.zeros((2, 8, 8))
+    for t in range(T):
+      error = p["v"][t, h] - alpha[t, h] * S.T @ k[t, h // 2]
+      M = mu[t, h] * M - eta[t, h] * np.outer(k[t, h // 2], error)
+      S = alpha[t, h] * S - beta[t, h] * M
+      o[t, h] = S.T @ q[t, h // 2] / np.sqrt(8)
+  return rms(o, np.asarray(layer.norm.weight)) * sigmoid(p["gate"])
+
+
+def preconditioned(layer, p, decay, HV):
+  """The normed outputs, from the projections and decays of [.. 1] or [.. K]."""
+  strength, beta = sigmoid(p["beta_precond"]), sigmoid(p["beta"])
+  rate = np.exp(np.asarray(layer.A_log_precond))
+  keep = np.exp(-rate * softplus(p["a_precond"] + np.asarray(layer.dt_bias_precond)))
+  o = np.zeros((T, HV, 8))
+  for h in range(HV):
+    n = h * 2 // HV
+    S, A = np.zeros((8, 8)), np.zeros(8)
+    for t in range(T):
+      q, k = p["q"][t, n], p["k"][t, n]
+      A = keep[t, n] * A + strength[t, n] * k * k
+      r = np.log(A + 1e-6) + 0.2
+      S = decay[t, h][:, None] * S
+      S = S + np.outer(1.5 ** (-r / (1 + abs(r))) * k, beta[t, h] * (p["v"][t, h] - S.T @ k))
+      o[t, h] = S.T @ q / np.sqrt(8)
+  return rms(o, np.asarray(layer.norm.weight))
+
+
+def preconditioned_gdn(layer, x):
+  p, decay = gated_delta_parts(layer, x, 4, beta_precond=(2,), a_precond=(2,))
+  return preconditioned(layer, p, decay[..., None], 4) * silu(p["gate"])
+
+
+def preconditioned_kda(layer, x):
+  own = [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("f", 3), ("gate", 3)]
+  p = parts(layer, x, [*own, ("beta_precond", 2), ("a_precond", 2)])
+  f = (p["f"] @ np.asarray(layer.decay_proj.kernel)).reshape(T, 2, 8) + np.asarray(layer.dt_bias)
+  decay = np.exp(-np.exp(np.asarray(layer.A_log))[:, None] * softplus(f))
+  p = p | {"q": l2(p["q"]), "k": l2(p["k"])}
+  gate = p["gate"] @ np.asarray(layer.gate_proj.kernel) + np.asarray(layer.gate_proj.bias)
+  return preconditioned(layer, p, decay, 2) * sigmoid(gate).reshape(T, 2, 8)
 
 
 def mamba(layer, x):
@@ -464,13 +592,10 @@ def gated_oja(layer, x):
 
 
 def comba(layer, x):
-  p = parts(
-    layer, x, [("q", 2, 8), ("k", 2, 8), ("v", 2, 8), ("beta", 2), ("a", 2), ("gate", 2, 8)]
-  )
-  decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
-  k, beta, o = l2(p["k"]), sigmoid(p["beta"]), np.zeros((T, 2, 8))
+  p, decay = gated_delta_parts(layer, x)
+  k, beta, o = p["k"], sigmoid(p["beta"]), np.zeros((T, 2, 8))
   feedback = sigmoid(np.asarray(layer.d))[:, None] * k
-  q = l2(p["q"]) - np.asarray(layer.D)[:, None] * feedback
+  q = p["q"] - np.asarray(layer.D)[:, None] * feedback
   for h in range(2):
     S = np.zeros((8, 8))
     for t in range(T):
@@ -518,10 +643,18 @@ EQUATIONS = {
   "GLA": gla,
   "Mamba2": mamba2(2, 8, 1),
   "Mamba2-groups": mamba2(4, 6, 2),
+  "Mamba3": mamba3(4, 2, 1, 1),
+  "Mamba3-ranks": mamba3(2, 1, 2, 2),
   "DeltaNet": deltanet,
-  "GatedDeltaNet-grouped": gated_deltanet,
+  "GatedDeltaNet": gated_deltanet(2, 8, silu, 1),
+  "GatedDeltaNet-grouped": gated_deltanet(4, 12, sigmoid, 2),
+  "QDelta": qdelta,
   "KimiDeltaAttention": kda(2, 8, bounded=False),
   "KimiDeltaAttention-bounded": kda(4, None, bounded=True),
+  "MesaNet": mesanet,
+  "MomentumDeltaNet": momentum_deltanet,
+  "PreconditionedGatedDeltaNet": preconditioned_gdn,
+  "PreconditionedKDA": preconditioned_kda,
   "DeltaProduct": delta_product,
   "GatedDeltaNet2": gated_deltanet2,
   "GatedOja": gated_oja,

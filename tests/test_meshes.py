@@ -17,23 +17,25 @@ LAYOUTS = {  # axes of batch and heads in an array, by its letters
   "B T H K": (0, 2), "B T HV V": (0, 2), "B T HV": (0, 2), "B T HV K": (0, 2), "B T R H K": (0, 3), "B T R HV V": (0, 3),
   "B T R HV": (0, 3), "B HV K V": (0, 1), "B HV K": (0, 1), "B HV": (0, 1), "H K": (None, 0), "B T D": (0, 2), "B D": (0, 1),
   "B T": (0, None), "HV": (None, 0), "D W": (None, 0), "D": (None, 0), "B W-1 D": (0, 2), "B H K": (0, 1), "B HV V": (0, 1),
-  "B T H V": (0, 2),
+  "B T H V": (0, 2), "B HV K K": (0, 1), "B T H": (0, 2),
 }  # fmt: skip
 SIZES = dict(B=B, T=T, H=H, HV=HV, K=K, V=V, R=R, D=4, W=W) | {"W-1": W - 1}
 IDS = np.stack([np.repeat([0, 1, -1, 2], [3, 8, 2, 7]), np.repeat([-1, 4, 5], [4, 6, 10])])
-GATE = ("g", "log_a", "f", "log_forget")
+GATE = ("g", "g_precond", "g_momentum", "log_a", "f", "log_forget")
 
 
 def draw(name: str, letters: str, rng) -> jax.Array:
   x = 0.5 * rng.standard_normal([SIZES[axis] for axis in letters.split()])
   if name in GATE:
     x = -abs(x)
-  if name in ("beta", "erase", "write"):
+  if name in ("beta", "erase", "write", "beta_precond", "eta", "dt", "trapezoid"):
     x = 1 / (1 + np.exp(-x))
   return jnp.asarray(x, jnp.float32)
 
 
-def case(call, /, carried=None, ids=True, heads=True, positive=(), **letters) -> MeshCase:
+def case(
+  call, /, carried=None, ids=True, heads=True, positive=(), definite=(), **letters
+) -> MeshCase:
   """A case of arrays drawn by letters; a tuple of letters is a tuple of arrays."""
   rng = np.random.default_rng(0)
   arrays, batch, by_heads = {}, {}, {}
@@ -41,6 +43,8 @@ def case(call, /, carried=None, ids=True, heads=True, positive=(), **letters) ->
     some = given if isinstance(given, tuple) else (given,)
     drawn = tuple(draw(name, x, rng) for x in some)
     drawn = tuple(abs(x) + 0.1 for x in drawn) if name in positive else drawn
+    if name in definite:  # its first part is a matrix that a system is solved with
+      drawn = (jnp.matmul(drawn[0], jnp.swapaxes(drawn[0], -1, -2)), *drawn[1:])
     arrays[name] = drawn if isinstance(given, tuple) else drawn[0]
     batch[name], by_heads[name] = LAYOUTS[some[0]]
   if ids:
@@ -67,6 +71,24 @@ STATEFUL = {  # op, letters of its arguments
   "gated_oja": (lajax.gated_oja, QKV | dict(beta="B T HV", g="B T HV") | MATRIX, {}),
   "dplr": (lajax.dplr, QKV | dict(a="B T H K", b="B T H K", g="B T HV K") | MATRIX, {}),
   "mlstm": (lajax.mlstm, QKV | dict(i="B T HV", f="B T HV", initial_state=("B HV K V", "B HV K", "B HV")), {}),
+  "preconditioned_delta_rule": (
+    lajax.preconditioned_delta_rule,
+    QKV | dict(beta="B T HV", g="B T HV", beta_precond="B T H", g_precond="B T H", initial_state=("B HV K V", "B H K")),
+    dict(positive=("initial_state",)),
+  ),
+  "momentum_delta_rule": (
+    lajax.momentum_delta_rule,
+    QKV | dict(p="B T H K", beta="B T HV", eta="B T HV", g="B T HV", g_momentum="B T HV", initial_state=("B HV K V", "B HV K V")),
+    {},
+  ),
+  "mesa": (
+    lajax.mesa,
+    QKV | dict(beta="B T HV", g="B T HV", ridge="H K", initial_state=("B HV K K", "B HV K V")),
+    dict(positive=("ridge",), definite=("initial_state",)),
+  ),
+  "mamba3": (
+    lajax.mamba3, QKV | dict(g="B T HV", dt="B T HV", trapezoid="B T HV", initial_state=("B HV K V", "B H K", "B HV V")), {},
+  ),
   "linear_recurrence": (lajax.linear_recurrence, dict(x="B T D", log_a="B T D", initial_state="B D"), {}),
 }  # fmt: skip
 IMPLS = ("recurrent", "associative", "chunked")
@@ -98,8 +120,8 @@ def _step(name: str) -> MeshCase:
   step = getattr(lajax.recurrence, f"{name.split(',')[0]}_step")
   step = functools.partial(step, beta=None) if isinstance(op, functools.partial) else step
 
-  def scan(initial_state, bonus=None, **tokens):
-    shared = {} if bonus is None else {"bonus": bonus}
+  def scan(initial_state, **tokens):
+    shared = {name: tokens.pop(name) for name in ("bonus", "ridge") if name in tokens}
     body = lambda state, x: step(state, **x, **shared)
     state, o = jax.lax.scan(
       body, initial_state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)

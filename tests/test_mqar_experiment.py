@@ -302,6 +302,11 @@ def test_state_is_measured_whole(mixer):
   own["hgrn"] = 4 * 64 + 4 * 3 * (64 + 64)
   own["delta_product"] += 4 * 3 * (16 + 64)  # R = 2 keys and values a token
   own["mlstm"] += 4 * (16 + 1) - 4 * 3 * 64  # n and m; values are not convolved
+  for name in ("preconditioned_gdn", "preconditioned_kda"):
+    own[name] += 4 * 16  # the curvature
+  own["momentum_deltanet"] += memory
+  own["mesanet"] += 4 * 16 * 16  # the keys' own matrix
+  own["mamba3"] = memory + 4 * (4 + 16 + 64)  # angles, and the last token's key and value
   own["rwkv6"] = own["rwkv7"] = memory + 4 * 64  # the token before
   sizes = measure(small_run(mixer=mixer))
   assert sizes["state_bytes"] == conv + own[mixer] + 2 * 2 * 4

@@ -20,7 +20,25 @@ import numpy as np
 import pytest
 from cases import CASES
 
-GATES = ("g", "gk", "gv", "w", "f", "beta", "erase", "write", "dt", "dt_bias", "A_log", "sink")
+GATES = (
+  "g",
+  "gk",
+  "gv",
+  "w",
+  "f",
+  "beta",
+  "erase",
+  "write",
+  "dt",
+  "dt_bias",
+  "A_log",
+  "sink",
+  "beta_atk",
+  "g_atk",
+  "log_alpha",
+  "log_mu",
+  "eta",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +107,15 @@ def _in_steps(x, attr):
   }
 
 
+_PRECONDITIONED = _rename(beta_atk="beta_precond", g_atk="g_precond")
+
+
+def _preconditioned_gdn(x, attr):
+  """The file's method brings q and k to unit length itself."""
+  unit = {n: x[n] / jnp.sqrt((x[n] ** 2).sum(-1, keepdims=True)) for n in "qk"}
+  return _PRECONDITIONED(x, attr) | unit
+
+
 ADAPTERS = {
   "linear_attn": Adapter("linear_attention-none"),
   "linear_attn_normalized": Adapter("normalized_linear_attention-none"),
@@ -111,6 +138,12 @@ ADAPTERS = {
   "kda": Adapter("delta_rule-channel"),
   "kda_gva": Adapter("delta_rule-channel"),
   "gdn2": Adapter("delta_rule-erase_write"),
+  "precond_gated_delta_rule": Adapter("preconditioned_delta_rule-head", _preconditioned_gdn),
+  "precond_kda": Adapter("preconditioned_delta_rule-channel", _PRECONDITIONED),
+  "momentum_delta_rule": Adapter(
+    "momentum_delta_rule-head", _rename(log_alpha="g", log_mu="g_momentum")
+  ),
+  "mesa_net": Adapter("mesa-head", _rename(lamb="ridge")),
   "delta_product_nogate": Adapter("delta_product-none", _in_steps),
   "gated_delta_product": Adapter("delta_product-head", _in_steps),
   "gated_oja_rule": Adapter("gated_oja-channel", _rename(gv="g")),
@@ -133,7 +166,15 @@ def method_of(name: str) -> str:
 FILES = {
   path.stem: path for path in sorted(FOLDER.glob("*.npz")) if method_of(path.stem) in ADAPTERS
 }
-STATES = {"h0": "ht", "z0": "zt"}
+STATES = {  # of a file, in the order of a state's parts
+  "h0": "ht",
+  "z0": "zt",
+  "h0_S": "ht_S",
+  "h0_A": "ht_A",
+  "h0_M": "ht_M",
+  "h0_kk": "ht_kk",
+  "h0_kv": "ht_kv",
+}
 
 
 def test_no_file_is_missing():
@@ -274,13 +315,14 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
   case = CASES[adapter.case]
   values = {k: x for k, x in file["in"].items() if k not in STATES}
   states = [k for k in STATES if STATES[k] in file["out"]]
-  stacked = stacked and case.op != "delta_product"  # its keys have another axis before the heads
+  # Its keys have another axis before the heads; a ridge of 0 for further channels is none.
+  stacked = stacked and case.op not in ("delta_product", "mesa")
 
   constants = {k: x for k, x in file["attr"].items() if x.dtype.kind == "f"}
   arguments, pull_arguments = vjp(adapter.arguments, values, fixed=(constants,))
   if "q" in arguments:  # the op multiplies by width^-1/2; the method has a scale of its own
     width = cases.Shape().K if stacked else arguments["q"].shape[-1]
-    factor = file["attr"]["scale"] * width**0.5
+    factor = file["attr"].get("scale", 1.0) * width**0.5
     arguments = arguments | {"q": arguments["q"] * factor}
   o = np.zeros(case.output(arguments))
   o_ct = vjp(adapter.output, values, o)[1](file["ct"]["o"])[1]

@@ -110,6 +110,15 @@ def test_bonus(dtype, packed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  ("case_id", "dtype"), [("mamba3-ranks", "float32"), ("mamba3-head", "bfloat16")]
+)
+def test_mamba3(case_id, dtype):
+  """Its linear attention runs on the same kernels; what stands around is plain jnp."""
+  assert not misses(case_id, BASE, dtype, True, cases.batch(CASES[case_id]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_keys_of_several_tiles_in_float32(gate):
   case_id = f"linear_attention-{gate}"

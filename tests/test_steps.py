@@ -51,6 +51,28 @@ STEPS = {  # op: arguments with an axis T, others, first state
     {},
     (S, strength(B, HV, K), normal(B, HV)),
   ),
+  "preconditioned_delta_rule": (
+    QKV | dict(beta=strength(B, T, HV), g=PER_CHANNEL, beta_precond=strength(B, T, H), g_precond=-strength(B, T, H)),
+    {},
+    (S, strength(B, H, K)),
+  ),
+  "momentum_delta_rule": (
+    QKV | dict(p=unit(B, T, H, K), beta=strength(B, T, HV), eta=strength(B, T, HV), g=PER_HEAD, g_momentum=-strength(B, T, HV)),
+    {},
+    (S, normal(B, HV, K, V)),
+  ),
+  "mesa": (
+    QKV | dict(beta=strength(B, T, HV), g=PER_HEAD), dict(ridge=strength(H, K)), (np.tile(np.eye(K), (B, HV, 1, 1)), S),
+  ),
+  "mamba3": (
+    QKV | dict(g=PER_HEAD, dt=strength(B, T, HV), trapezoid=strength(B, T, HV)), {}, (S, normal(B, H, K), normal(B, HV, V)),
+  ),
+  "mamba3, ranks": (
+    dict(q=normal(B, T, R, H, K), k=normal(B, T, R, H, K), v=normal(B, T, R, HV, V), g=PER_HEAD, dt=strength(B, T, HV),
+         trapezoid=strength(B, T, HV)),
+    {},
+    (S, normal(B, R, H, K), normal(B, R, HV, V)),
+  ),
   "linear_recurrence": (dict(x=normal(B, T, 3, 2), log_a=-abs(normal(B, T, 3, 2))), {}, normal(B, 3, 2)),
 }  # fmt: skip
 

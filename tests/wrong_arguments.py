@@ -47,6 +47,9 @@ OPTIONS = {
   "window": {kind: x for kind, x in COUNTS.items() if kind != "none"} | {"huge": 2**31},
   "scale": {kind: x for kind, x in NUMBERS.items() if kind != "none"},
   "eps": NUMBERS | {"negative": -1e-6},
+  "cg_steps": {kind: x for kind, x in COUNTS.items() if kind != "none"},
+  "base": NUMBERS | {"zero": 0.0},
+  "center": NUMBERS,
   "causal": {"none": None, "text": "yes", "number": 1, "float": 0.0, "array": np.ones(2)},
   "normalization": {"none": None, "text": "none", "number": 3, "array": np.ones(2)},
 }

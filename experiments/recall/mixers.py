@@ -95,6 +95,13 @@ def griffin(s: Sizes) -> Callable:
   return functools.partial(L.GriffinBlock, s.d_model, s.num_heads * s.value_width, s.num_heads)
 
 
+def mamba3(s: Sizes) -> Callable:
+  """The same, without a short convolution: the update reads the token before."""
+  return functools.partial(
+    L.Mamba3, s.d_model, num_heads=s.num_heads, head_dim=s.value_width, state_dim=s.key_width
+  )
+
+
 def mamba2(s: Sizes) -> Callable:
   """Makes the heads as wide as the values, and the state dimension as wide as the keys."""
   return functools.partial(
@@ -117,6 +124,7 @@ MIXERS: dict[str, Mixer] = {
   "gla": Mixer("GLA", matrix_state(L.GLA, has_output_gate=True)),
   "mamba": Mixer("Mamba", mamba),
   "mamba2": Mixer("Mamba-2", mamba2),
+  "mamba3": Mixer("Mamba-3", mamba3),
   "deltanet": Mixer("DeltaNet", matrix_state(L.DeltaNet)),
   "gated_deltanet": Mixer("Gated DeltaNet", matrix_state(L.GatedDeltaNet, has_output_gate=True)),
   # mqar.py --mixers kda --seeds 6 --learning-rates 0.004 0.005 0.007 0.01 0.02: at 0.01 and 0.02
@@ -135,6 +143,18 @@ MIXERS: dict[str, Mixer] = {
   ),
   "gated_oja": Mixer("Gated Oja", matrix_state(L.GatedOja, has_output_gate=True)),
   "comba": Mixer("Comba", matrix_state(L.Comba, has_output_gate=True)),
+  "preconditioned_gdn": Mixer(
+    "preconditioned Gated DeltaNet",
+    matrix_state(L.PreconditionedGatedDeltaNet, has_output_gate=True),
+  ),
+  "preconditioned_kda": Mixer(
+    "preconditioned KDA", matrix_state(L.PreconditionedKDA, has_output_gate=True)
+  ),
+  "momentum_deltanet": Mixer(
+    "Momentum DeltaNet", matrix_state(L.MomentumDeltaNet, has_output_gate=True)
+  ),
+  "mesanet": Mixer("MesaNet", matrix_state(L.MesaNet, has_output_gate=True)),
+  "qdelta": Mixer("Q-Delta", matrix_state(L.QDelta, has_output_gate=True)),
   "mlstm": Mixer("mLSTM", matrix_state(L.MLSTM, has_output_gate=True)),
   "rwkv6": Mixer("RWKV-6", token_shift(L.RWKV6)),
   "rwkv7": Mixer("RWKV-7", token_shift(L.RWKV7)),

@@ -67,6 +67,59 @@ def rwkv6(q, k, v, g, bonus):
   return over_tokens(step, _zeros(k, v), q, k, v, g)
 
 
+def preconditioned(q, k, v, beta, g, beta_precond, g_precond):
+  q, k, v, *gates = _wide(q * q.shape[-1] ** -0.5, k, v, beta, g, beta_precond, g_precond)
+
+  def step(state, q, k, v, beta, g, strength, decay):
+    S, A = state
+    A = jnp.exp(decay)[..., None] * A + strength[..., None] * k * k
+    r = jnp.log(A + 1e-6) + 0.2
+    S = _decayed(S, g)
+    error = beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, S))
+    S = S + jnp.einsum("bhk,bhv->bhkv", 1.5 ** (-r / (1 + abs(r))) * k, error)
+    return (S, A), jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  return over_tokens(step, (_zeros(k, v), jnp.zeros_like(k[:, 0])), q, k, v, *gates)
+
+
+def momentum(q, k, p, v, beta, eta, g, g_momentum):
+  q, *rest = _wide(q * q.shape[-1] ** -0.5, k, p, v, beta, eta, g, g_momentum)
+
+  def step(state, q, k, p, v, beta, eta, g, g_momentum):
+    S, M = state
+    error = eta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", p, S))
+    M = _decayed(M, g_momentum) - jnp.einsum("bhk,bhv->bhkv", k, error)
+    S = _decayed(S, g) - beta[..., None, None] * M
+    return (S, M), jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  return over_tokens(step, (_zeros(k, v), _zeros(k, v)), q, *rest)
+
+
+def mesa(q, k, v, beta, g, ridge):
+  q, k, v, beta, g, ridge = _wide(q, k, v, beta, g, ridge)
+
+  def step(state, q, k, v, beta, g):
+    write = lambda a: jnp.einsum("bh,bhk,bhv->bhkv", beta, k, a)
+    G, S = _decayed(state[0], g) + write(k), _decayed(state[1], g) + write(v)
+    systems = G + ridge[None, :, :, None] * jnp.eye(k.shape[-1], dtype=k.dtype)[None, None]
+    return (G, S), jnp.einsum("bhk,bhkv->bhv", jnp.linalg.solve(systems, q[..., None])[..., 0], S)
+
+  return over_tokens(step, (_zeros(k, k), _zeros(k, v)), q, k, v, beta, g)
+
+
+def mamba3(q, k, v, g, dt, trapezoid):
+  q, k, v, g, dt, mix = _wide(q, k, v, g, dt, trapezoid)
+
+  def step(state, q, k, v, g, dt, mix):
+    S, k_before, v_before = state
+    before = jnp.einsum("bh,bhk,bhv->bhkv", (1 - mix) * dt, k_before, v_before)
+    S = _decayed(S + before, g) + jnp.einsum("bh,bhk,bhv->bhkv", mix * dt, k, v)
+    return (S, k, v), jnp.einsum("bhk,bhkv->bhv", q, S)
+
+  first = _zeros(k, v), jnp.zeros_like(k[:, 0]), jnp.zeros_like(v[:, 0])
+  return over_tokens(step, first, q, k, v, g, dt, mix)
+
+
 def gdn2(q, k, v, g, erase, write):
   q, k, v, g, erase, write = _wide(q * q.shape[-1] ** -0.5, k, v, g, erase, write)
 
@@ -226,6 +279,10 @@ PLAIN: dict[str, dict[str, Baseline]] = {
   },
   "rwkv6": {TOKEN_SCAN: Baseline(rwkv6)},
   "kda_bounded": {TOKEN_SCAN: Baseline(delta_rule)},
+  "preconditioned": {TOKEN_SCAN: Baseline(preconditioned)},
+  "momentum": {TOKEN_SCAN: Baseline(momentum)},
+  "mesa": {TOKEN_SCAN: Baseline(mesa)},
+  "mamba3": {TOKEN_SCAN: Baseline(mamba3)},
   "gdn2": {TOKEN_SCAN: Baseline(gdn2)},
   "delta_product": {TOKEN_SCAN: Baseline(delta_product)},
   "gated_oja": {TOKEN_SCAN: Baseline(gated_oja)},

@@ -115,6 +115,27 @@ def _mlstm(rng, c, T):
   return _qkv(rng, c, T) | gates
 
 
+def _preconditioned(rng, c, T):
+  x, shape = _gated(_delta, "head")(rng, c, T), (c.batch, T, c.heads)
+  return x | {"beta_precond": _sigmoid(rng, *shape), "g_precond": _log_decay(rng, *shape)}
+
+
+def _momentum(rng, c, T):
+  x, shape = _gated(_delta, "head")(rng, c, T), (c.batch, T, c.heads)
+  gates = {"eta": _sigmoid(rng, *shape), "g_momentum": _log_decay(rng, *shape)}
+  return x | {"p": x["k"]} | gates
+
+
+def _mesa(rng, c, T):
+  return _gated(_delta, "head")(rng, c, T) | {"ridge": 0.25 + _sigmoid(rng, c.heads, c.width)}
+
+
+def _mamba3(rng, c, T):
+  x, shape = _qkv(rng, c, T), (c.batch, T, c.heads)
+  gates = {"g": _log_decay(rng, *shape), "dt": _sigmoid(rng, *shape)}
+  return x | gates | {"trapezoid": _sigmoid(rng, *shape)}
+
+
 _additive_size = lambda c: c.batch * c.heads * c.width * (c.value_width or c.width)
 _matrix_size = lambda c: _additive_size(c) + c.batch * c.heads * c.width * c.width
 _value_size = lambda c: _additive_size(c) + c.batch * c.heads * (c.value_width or c.width) ** 2
@@ -162,12 +183,32 @@ OPS: dict[str, Op] = CORE | {
   "rwkv6": _linear(
     draw=_rwkv6, meaning="gla with a bonus for the token itself", untimed=("bonus",)
   ),
+  "mamba3": Op(
+    lajax.mamba3, _mamba3, R.mamba3_step, _additive_size, meaning="trapezoidal linear attention"
+  ),
   "gdn2": Op(
     functools.partial(lajax.delta_rule, beta=None),
     _gdn2,
     functools.partial(R.delta_rule_step, beta=None),
     _matrix_size,
     meaning="Gated DeltaNet 2, kda with erase and write gates",
+  ),
+  "preconditioned": Op(
+    lajax.preconditioned_delta_rule,
+    _preconditioned,
+    R.preconditioned_delta_rule_step,
+    _matrix_size,
+    meaning="preconditioned Gated DeltaNet",
+  ),
+  "momentum": Op(
+    lajax.momentum_delta_rule,
+    _momentum,
+    R.momentum_delta_rule_step,
+    lambda c: 4 * _matrix_size(c),
+    meaning="delta rule with momentum, two states",
+  ),
+  "mesa": Op(
+    lajax.mesa, _mesa, R.mesa_step, _matrix_size, meaning="solved exactly", untimed=("ridge",)
   ),
   "delta_product": Op(
     lajax.delta_product,

@@ -27,11 +27,16 @@ from lajax.layers.lightning import Lightning
 from lajax.layers.linear_attention import LinearAttention
 from lajax.layers.mamba import Mamba
 from lajax.layers.mamba2 import Mamba2
+from lajax.layers.mamba3 import Mamba3
+from lajax.layers.mesanet import MesaNet
 from lajax.layers.mixer import Mixer
 from lajax.layers.mla import MLA
 from lajax.layers.mlstm import MLSTM
+from lajax.layers.momentum_deltanet import MomentumDeltaNet
 from lajax.layers.parameters import GatedRMSNorm
 from lajax.layers.performer import Performer
+from lajax.layers.preconditioned import PreconditionedGatedDeltaNet, PreconditionedKDA
+from lajax.layers.qdelta import QDelta
 from lajax.layers.retnet import RetNet
 from lajax.layers.rglru import RGLRU
 from lajax.layers.rwkv6 import RWKV6
@@ -71,8 +76,14 @@ __all__ = [
   "LinearAttention",
   "Mamba",
   "Mamba2",
+  "Mamba3",
+  "MesaNet",
   "Mixer",
+  "MomentumDeltaNet",
   "Performer",
+  "PreconditionedGatedDeltaNet",
+  "PreconditionedKDA",
+  "QDelta",
   "ReBased",
   "RetNet",
   "ShortConv",

@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._numerics import l2_normalize
 from lajax._shapes import check_flag
-from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
-from lajax.layers.parameters import aligned, log_uniform_rate, softplus_decay, step_bias, widen
+from lajax.layers.gated_delta import GatedDeltaMixer
+from lajax.layers.parameters import aligned, widen
 from lajax.ops import dplr
 
 
-class Comba(Mixer):
+class Comba(GatedDeltaMixer):
   """A delta rule with feedback of the un-decayed state, and a corrected query.
 
       u_t = beta_t (v_t - S_{t-1}^T p_t) ;  S_t = e^(g_t) S_{t-1} + k_t u_t^T
@@ -59,32 +58,27 @@ class Comba(Mixer):
     rngs: nnx.Rngs,
   ):
     check_flag("correct_outputs", correct_outputs)
-    H, K, V = value_heads(num_heads), head_dim, value_width(head_dim, expand_v)
-    projections = with_gate(
-      {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,), "a": (H,)}, use_gate, H, V
-    )
     super().__init__(
       d_model,
-      projections,
-      inner=H * V,
-      memory=(H, K, V),
+      num_heads,
+      head_dim,
+      expand_v=expand_v,
       conv_size=conv_size,
+      use_gate=use_gate,
+      norm_eps=norm_eps,
       impl=impl,
       chunk_size=chunk_size,
       dtype=dtype,
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (H,), 0.0, 16.0, self.gate_dtype))
-    self.dt_bias = nnx.Param(step_bias(rngs.params(), (H,), self.gate_dtype))
+    H = num_heads
     self.d = nnx.Param(jnp.ones(H, self.gate_dtype))
     self.D = nnx.Param(jnp.ones(H, self.gate_dtype)) if correct_outputs else None
-    self.norm = self.rms_norm(V, norm_eps)
 
   def mix(self, p, memory, documents):
-    q, k, v = widen(l2_normalize(p["q"])), widen(l2_normalize(p["k"])), p["v"]
-    beta = jax.nn.sigmoid(widen(p["beta"]))[..., None]
-    g = softplus_decay(p["a"], self.A_log[...], self.dt_bias[...])
+    (q, k), v = map(widen, self.queries_and_keys(p)), p["v"]
+    beta, g = self.strength(p)[..., None], self.decay(p)
     per_head = lambda weight: aligned(weight[...][:, None], k)
     feedback = jax.nn.sigmoid(per_head(self.d)) * k
     if self.D is not None:

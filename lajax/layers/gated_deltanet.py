@@ -1,22 +1,18 @@
 """Gated DeltaNet."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lajax._numerics import l2_normalize
-from lajax._shapes import check_flag
-from lajax.layers.mixer import Mixer, value_heads, value_width, with_gate
-from lajax.layers.parameters import log_uniform_rate, softplus_decay, step_bias, widen
+from lajax.layers.gated_delta import GatedDeltaMixer
 from lajax.ops import delta_rule
 
 
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(GatedDeltaMixer):
   """The delta rule on a state that decays, with one decay per head.
 
       S_t = e^(g_t) S_{t-1} ;  S_t += beta_t k_t (v_t - S_t^T k_t)^T ;  o_t = K^(-1/2) S_t^T q_t
       g = -exp(A_log) softplus(x W_a + dt_bias), beta = sigmoid(x W_beta)
-      y = (RMSNorm(o) * silu(x W_g)) W_o
+      y = (RMSNorm(o) * act(x W_g)) W_o
       q, k = l2norm(silu(conv(x W))), v = silu(conv(x W))
 
   Args:
@@ -26,7 +22,8 @@ class GatedDeltaNet(Mixer):
     num_v_heads: HV, of the values, gates and states, a multiple of H; None for H.
     expand_v: V / K.
     conv_size: width of the short convolution on q, k, v; None for none.
-    use_gate: multiply the normed outputs by silu(x W_g).
+    use_gate: multiply the normed outputs by act(x W_g).
+    gate_activation: act, "swish" (silu) or "sigmoid".
     allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1).
     norm_eps: of the output norm.
     impl, chunk_size: of `lajax.delta_rule`.
@@ -52,6 +49,7 @@ class GatedDeltaNet(Mixer):
     expand_v: float = 1.0,
     conv_size: int | None = 4,
     use_gate: bool = True,
+    gate_activation: str = "swish",
     allow_negative_eigenvalues: bool = False,
     norm_eps: float = 1e-5,
     impl: str = "auto",
@@ -60,36 +58,30 @@ class GatedDeltaNet(Mixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    H, HV, K, V = (
-      num_heads,
-      value_heads(num_heads, num_v_heads),
-      head_dim,
-      value_width(head_dim, expand_v),
-    )
-    projections = with_gate(
-      {"q": (H, K), "k": (H, K), "v": (HV, V), "beta": (HV,), "a": (HV,)}, use_gate, HV, V
-    )
-    check_flag("allow_negative_eigenvalues", allow_negative_eigenvalues)
     super().__init__(
       d_model,
-      projections,
-      inner=HV * V,
-      memory=(HV, K, V),
+      num_heads,
+      head_dim,
+      num_v_heads=num_v_heads,
+      expand_v=expand_v,
       conv_size=conv_size,
+      use_gate=use_gate,
+      gate_activation=gate_activation,
+      allow_negative_eigenvalues=allow_negative_eigenvalues,
+      norm_eps=norm_eps,
       impl=impl,
       chunk_size=chunk_size,
       dtype=dtype,
       param_dtype=param_dtype,
       rngs=rngs,
     )
-    self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (HV,), 0.0, 16.0, self.gate_dtype))
-    self.dt_bias = nnx.Param(step_bias(rngs.params(), (HV,), self.gate_dtype))
-    self.norm = self.rms_norm(V, norm_eps)
-    self.beta_range = 2.0 if allow_negative_eigenvalues else 1.0
 
   def mix(self, p, memory, documents):
-    q, k = l2_normalize(p["q"]), l2_normalize(p["k"])
-    beta = self.beta_range * jax.nn.sigmoid(widen(p["beta"]))
-    g = softplus_decay(p["a"], self.A_log[...], self.dt_bias[...])
-    o, memory = self.apply_op(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)
+    o, memory = self.correct(
+      p, *self.queries_and_keys(p), self.strength(p), self.decay(p), memory, documents
+    )
     return self.norm(o, p.get("gate")), memory
+
+  def correct(self, p, q, k, beta, g, memory, documents):
+    """Returns what the op gives: outputs [B T HV V] and the memory."""
+    return self.apply_op(delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents)

@@ -133,10 +133,14 @@ class KimiDeltaAttention(Mixer):
       g = softplus_decay(f, A_log, dt_bias)
     else:
       g = bounded_decay(f, A_log, dt_bias, self.lower_bound)
-    o, memory = self.apply_op(
+    o, memory = self.correct(p, q, k, beta, g, memory, documents)
+    return self.norm(o, self._gate(p, o.shape)), memory
+
+  def correct(self, p, q, k, beta, g, memory, documents):
+    """Returns what the op gives: outputs [B T HV V] and the memory."""
+    return self.apply_op(
       delta_rule, q, k, p["v"], beta, g, memory=memory, documents=documents, bound=self.lower_bound
     )
-    return self.norm(o, self._gate(p, o.shape)), memory
 
   def _gate(self, p, shape):
     """Returns the output gate before its sigmoid, or None."""

@@ -116,6 +116,7 @@ class Mixer(StatefulLayer):
     check_dtype_option("dtype", dtype)
     check_dtype_option("param_dtype", param_dtype, optional=False)
     check_rngs(rngs)
+    projections = {**projections, **self.further_projections(projections)}
     common = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     linear = lambda inputs, outputs: Linear(inputs, outputs, use_bias=use_bias, **common)
     self.projections = tuple((name, tuple(shape)) for name, shape in projections.items())
@@ -130,6 +131,16 @@ class Mixer(StatefulLayer):
     self.d_model, self.memory_shape = d_model, tuple(memory)
     self.impl, self.chunk_size = impl, chunk_size
     self.dtype, self.param_dtype = dtype, param_dtype
+    self.add_parameters(rngs)
+
+  # --- what a relative of another mixer adds ---
+
+  def further_projections(self, projections: Shapes) -> Shapes:
+    """Returns projections besides those of the class that this one stands on."""
+    return {}
+
+  def add_parameters(self, rngs: nnx.Rngs) -> None:
+    """Makes parameters besides those of the class that this one stands on."""
 
   # --- what a subclass writes ---
 

@@ -22,7 +22,11 @@ from lajax.ops.delta import delta_product, delta_rule, dplr, gated_oja
 from lajax.ops.documents import loss_mask, segment_ids
 from lajax.ops.elementwise import linear_recurrence
 from lajax.ops.linear import linear_attention, mlstm, normalized_linear_attention
+from lajax.ops.mamba3 import mamba3
+from lajax.ops.mesa import mesa
+from lajax.ops.momentum import momentum_delta_rule
 from lajax.ops.norm import gated_rms_norm
+from lajax.ops.preconditioned import preconditioned_delta_rule
 from lajax.ops.short_conv import short_conv
 from lajax.ops.softmax import attention
 
@@ -38,8 +42,12 @@ __all__ = [
   "linear_attention",
   "linear_recurrence",
   "loss_mask",
+  "mamba3",
+  "mesa",
   "mlstm",
+  "momentum_delta_rule",
   "normalized_linear_attention",
+  "preconditioned_delta_rule",
   "segment_ids",
   "short_conv",
 ]

@@ -295,7 +295,8 @@ def _dplr_supports(x, state, chunk_size: int | None) -> str | None:
   return pallas.supports_dplr(x.q, x.k, x.v, x.a, x.b, x.g, state, chunk_size=chunk_size)
 
 
-DELTA_RULE = Op(family=families.DELTA_RULE, kernels=_kernels, supports=_supports)
-DELTA_PRODUCT = Op(family=families.DELTA_PRODUCT, kernels=_kernels, supports=_supports)
+CORRECTED_KERNELS = {"kernels": _kernels, "supports": _supports}
+DELTA_RULE = Op(family=families.DELTA_RULE, **CORRECTED_KERNELS)
+DELTA_PRODUCT = Op(family=families.DELTA_PRODUCT, **CORRECTED_KERNELS)
 GATED_OJA = Op(family=families.GATED_OJA)
 DPLR = Op(family=families.DPLR, kernels=_dplr_kernels, supports=_dplr_supports)

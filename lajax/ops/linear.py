@@ -137,7 +137,7 @@ def normalized_linear_attention(
     NORMALIZED_LINEAR_ATTENTION,
     dict(q=q, k=k, v=v, g=g),
     scale=scale,
-    eps=eps,
+    options={"eps": eps},
     initial_state=initial_state,
     segment_ids=segment_ids,
     chunk_size=chunk_size,
@@ -237,11 +237,12 @@ def _supports(x, state, chunk_size: int | None) -> str | None:
   return pallas.supports_linear_attention(x.q, x.k, x.v, x.g, state, chunk_size=chunk_size)
 
 
-LINEAR_ATTENTION = Op(family=families.LINEAR_ATTENTION, kernels=_kernels, supports=_supports)
+ADDITIVE_KERNELS = {"kernels": _kernels, "supports": _supports}
+LINEAR_ATTENTION = Op(family=families.LINEAR_ATTENTION, **ADDITIVE_KERNELS)
 LINEAR_ATTENTION_WITH_BONUS = Op(
   family=families.LINEAR_ATTENTION_WITH_BONUS, kernels=_kernels_reading_before, supports=_supports
 )
 NORMALIZED_LINEAR_ATTENTION = Op(
   family=families.NORMALIZED_LINEAR_ATTENTION, kernels=_kernels, supports=_supports
 )
-MLSTM = Op(family=families.MLSTM, kernels=_kernels, supports=_supports)
+MLSTM = Op(family=families.MLSTM, **ADDITIVE_KERNELS)

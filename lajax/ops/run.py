@@ -18,11 +18,10 @@ from jaxtyping import Float
 from lajax import _shapes, pallas
 from lajax._meshes import on_automatic_axes
 from lajax._numerics import product_precision
-from lajax.recurrence import families
+from lajax.recurrence import family as rows
 from lajax.recurrence.chunks import chunked
 from lajax.recurrence.decays import LOWEST_BOUND
-from lajax.recurrence.documents import blank_padding, packing
-from lajax.recurrence.families import Call, Family, Problem
+from lajax.recurrence.family import Call, Family, Problem
 from lajax.recurrence.tokens import associative, recurrent
 
 Matrix = Float[jax.Array, "B HV K V"]
@@ -52,8 +51,7 @@ class Options(NamedTuple):
   impl: str  # never "auto"
   chunk_size: int | None = None
   scale: float | None = None  # None where it is traced, or where nothing is scaled
-  eps: float = 0.0
-  bounded: bool = False  # chunks may use that no log decay is below `decays.LOWEST_BOUND`
+  family: tuple[tuple[str, Any], ...] = ()  # the family's own, by name
 
 
 def call(
@@ -61,29 +59,34 @@ def call(
   arrays: Mapping[str, Any],
   *,
   scale=None,
-  eps: float = 0.0,
+  options: Mapping[str, Any] | None = None,
   initial_state=None,
   segment_ids=None,
   chunk_size: int | None = None,
   impl: str = "auto",
   bound: float | None = None,
 ):
-  """Runs an op: checks its arguments, chooses an implementation, computes (output, final state)."""
+  """Runs an op: checks its arguments, chooses an implementation, computes (output, final state).
+
+  `options` are static options of the family, by name, which the caller has checked.
+  """
   family = op.family
   sizes, parts = family.check(arrays, initial_state, segment_ids)
   _shapes.check_known(sizes, "T")
   _shapes.check_option("impl", impl, _shapes.IMPLS)
   chunk_size = _shapes.check_positive("chunk_size", chunk_size)
-  number, traced = families.factor(family, scale, sizes)
+  number, traced = rows.factor(family, scale, sizes)
   segment_ids = _shapes.check_ids(segment_ids)
   _shapes.check_not_nan(segment_ids, **{name: arrays[name] for name in family.gates})
   _shapes.check_below_infinity(segment_ids, **{name: arrays[name] for name in family.weights})
   bound = _shapes.check_bound(bound, segment_ids, arrays.get("g"))
-  given = Call(dict(arrays), tuple(parts), segment_ids, traced, eps)
+  given = Call(dict(arrays), tuple(parts), segment_ids, traced, options or {})
   impl = _choose(op, impl, given, sizes, chunk_size)
-  bounded = impl == "chunked" and bound is not None and bound >= LOWEST_BOUND
-  options = Options(impl, chunk_size, number, eps, bounded)
-  o, state = _compute(op, options, given.arrays, given.state, segment_ids, traced)
+  own = dict(given.options)
+  if impl == "chunked" and bound is not None and bound >= LOWEST_BOUND:
+    own["bounded"] = True
+  static = Options(impl, chunk_size, number, tuple(own.items()))
+  o, state = _compute(op, static, given.arrays, given.state, segment_ids, traced)
   return o, state[0] if len(state) == 1 else state
 
 
@@ -112,9 +115,9 @@ def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) 
     )
 
   def inputs(arrays, state, segment_ids):
-    call = Call(arrays, state, segment_ids, 1.0, given.eps, by_kernels=True)
-    problem = op.family.problem(call)
-    empty.append(_is_empty(problem))
+    call = Call(arrays, state, segment_ids, 1.0, given.options, by_kernels=True)
+    problem = rows.problem_of(op.family, call, rows.by_tokens)
+    empty.append(rows.is_empty(problem))
     return problem.tokens, problem.state
 
   empty: list[bool] = []
@@ -126,67 +129,47 @@ def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) 
   return op.supports(tokens, state, chunk_size)
 
 
-def _is_empty(problem: Problem) -> bool:
-  """Says whether there is nothing to compute: no tokens, or a state without numbers."""
-  return 0 in problem.state.shape or any(x.shape[1] == 0 for x in jax.tree.leaves(problem.tokens))
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _compute(op: Op, options: Options, arrays, state, segment_ids, traced_scale):
   """Computes (output, parts of the final state): all array work of a call."""
-  family, by_kernels = op.family, options.impl == "pallas"
 
   def compute(arrays, state, segment_ids, traced_scale):
     scale = traced_scale if options.scale is None else options.scale
-    given = Call(arrays, state, segment_ids, scale, options.eps, by_kernels, options.bounded)
-    problem = family.problem(given)
-    run = _run_kernels if by_kernels else _run_rule
-    tokens = problem.tokens
-    document = is_token = None
-    if problem.segment_ids is not None:
-      document, is_token = packing(problem.segment_ids)
-      problem = problem._replace(tokens=blank_padding(tokens, is_token))
-    like = arrays[family.like]
-    if _is_empty(problem):
-      output = jnp.zeros(family.output_shape(given), like.dtype)
-      return output, problem.final(problem.state)
-    o, final = run(op, problem, document, scale, options)
-    o = problem.output(without_padding(o, is_token))
-    return o.astype(like.dtype), problem.final(final)
+    own = dict(options.family), options.impl == "pallas"
+    given = Call(arrays, state, segment_ids, scale, *own)
+    return rows.solve(op.family, given, functools.partial(_run, op, options))
 
-  layouts = lambda arrays, state, segment_ids, scale: families.layouts(
-    family, Call(arrays, state, segment_ids, scale)
+  layouts = lambda arrays, state, segment_ids, scale: rows.layouts(
+    op.family, Call(arrays, state, segment_ids, scale)
   )
   return on_automatic_axes(compute, layouts)(arrays, state, segment_ids, traced_scale)
 
 
-def _run_rule(op: Op, problem: Problem, document, scale, options: Options):
-  """The family's rule in plain jnp."""
-  tokens, family = problem.tokens, op.family
-  precision = product_precision(*(getattr(tokens, name) for name in family.operands))
-  if options.impl != "chunked":
+def _run(op: Op, options: Options, family: Family, problem: Problem, document, scale):
+  """Runs a problem: of the op by its kernels, if they are chosen, all else in plain jnp."""
+  if options.impl == "pallas" and family is op.family:
+    return _run_kernels(op, problem, document, scale)
+  tokens = problem.tokens
+  precision = product_precision(*(getattr(tokens, name, None) for name in family.operands))
+  if options.impl in ("recurrent", "associative"):
     run = {"recurrent": recurrent, "associative": associative}[options.impl]
-    return run(problem.rule, *families.widened(problem, scale), document)
-  number = options.scale  # multiplies what tokens read, which costs no pass over the queries
-  wide, state = families.widened(problem, None if number is not None else scale)
+    return run(problem.rule, *rows.widened(problem, scale), document)
+  number = scale if isinstance(scale, float) else None
+  # A number multiplies what tokens read, which costs no pass over the queries.
+  wide, state = rows.widened(problem, None if number is not None else scale)
   chunk_size = options.chunk_size or family.chunk_length(tokens)
   return chunked(
     problem.rule, wide, state, document, scale=number, chunk_size=chunk_size, precision=precision
   )
 
 
-def _run_kernels(op: Op, problem: Problem, document, scale, options: Options):
+def _run_kernels(op: Op, problem: Problem, document, scale):
   """The op's kernels: operands in their own dtype, gates in float32."""
   tokens, operands = problem.tokens, op.family.operands
   gates = {n: x for n, x in tokens._asdict().items() if n not in operands and x is not None}
   tokens = tokens._replace(**{name: x.astype(jnp.float32) for name, x in gates.items()})
   assert op.kernels is not None  # `_choose` has asked
   return op.kernels(tokens, problem.state, document, scale)
-
-
-def without_padding(o: jax.Array, is_token: jax.Array | None) -> jax.Array:
-  """Outputs [B T ..], zeros at padding."""
-  return o if is_token is None else blank_padding(o, is_token)
 
 
 def use_kernels(impl: str, supports: Callable[[], str | None], sizes: _shapes.Sizes) -> bool:

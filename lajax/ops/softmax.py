@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 from lajax import _shapes, pallas
 from lajax._meshes import laid_out
 from lajax._numerics import product_precision, promotion_is_strict
-from lajax.ops.run import refuse, use_kernels, without_padding
+from lajax.ops.run import refuse, use_kernels
 from lajax.recurrence import attention as softmax
-from lajax.recurrence.documents import blank_padding, packing
+from lajax.recurrence.documents import blank_padding, packing, without_padding
 
 WHOLE = 512  # tokens up to which the matrix of scores is made whole
 

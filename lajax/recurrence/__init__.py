@@ -8,8 +8,12 @@ from lajax.recurrence.steps import (
   gated_oja_step,
   linear_attention_step,
   linear_recurrence_step,
+  mamba3_step,
+  mesa_step,
   mlstm_step,
+  momentum_delta_rule_step,
   normalized_linear_attention_step,
+  preconditioned_delta_rule_step,
 )
 
 __all__ = [
@@ -20,6 +24,10 @@ __all__ = [
   "gated_oja_step",
   "linear_attention_step",
   "linear_recurrence_step",
+  "mamba3_step",
+  "mesa_step",
   "mlstm_step",
+  "momentum_delta_rule_step",
   "normalized_linear_attention_step",
+  "preconditioned_delta_rule_step",
 ]

@@ -150,14 +150,15 @@ def _finish(
   return Corrections(dq, dk, dreaders[:, 1], du, dg)
 
 
-def _rule(bounded: bool) -> Rule:
+def _on_corrections(bounded: bool) -> Rule:
   pullback = Pullback(bind(_begin, bounded), _finish)
-  rule = Rule(_step, _lift, _read, bind(_chunk, bounded), pullback=pullback)
-  return on_raw_tokens(rule, _corrections)
+  return Rule(_step, _lift, _read, bind(_chunk, bounded), pullback=pullback)
 
 
-rule = _rule(bounded=False)
-bounded = _rule(bounded=True)  # no log decay is below LOWEST_BOUND
+corrections = _on_corrections(bounded=False)
+rule = on_raw_tokens(corrections, _corrections)
+# No log decay is below LOWEST_BOUND.
+bounded = on_raw_tokens(_on_corrections(bounded=True), _corrections)
 
 
 # --- read by rows --------------------------------------------------------------------------------

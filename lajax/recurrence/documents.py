@@ -25,12 +25,17 @@ def packing(segment_ids: Int[Array, "B T"]) -> Packing:
   one: it counts to the document of the token before it.
   """
   is_token = segment_ids >= 0
-  position = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-  last_token = lax.cummax(jnp.where(is_token, position, -1), axis=1)
-  before = jnp.concatenate([jnp.full_like(last_token[:, :1], -1), last_token[:, :-1]], axis=1)
+  upto = last_token(is_token)
+  before = jnp.concatenate([jnp.full_like(upto[:, :1], -1), upto[:, :-1]], axis=1)
   id_before = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
   begins = is_token & (before >= 0) & (segment_ids != id_before)
   return Packing(jnp.cumsum(begins, axis=1, dtype=jnp.int32), is_token)
+
+
+def last_token(is_token: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+  """Returns the last place up to each that is not padding; -1 where there is none."""
+  position = jnp.arange(is_token.shape[1], dtype=jnp.int32)[None]
+  return lax.cummax(jnp.where(is_token, position, -1), axis=1)
 
 
 def blank_padding(tokens, is_token: Bool[Array, "B T"]):
@@ -42,6 +47,11 @@ def blank_padding(tokens, is_token: Bool[Array, "B T"]):
     is_token.reshape(is_token.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)
   )
   return jax.tree.map(blank, tokens)
+
+
+def without_padding(o: Array, is_token: Bool[Array, "B T"] | None) -> Array:
+  """Returns outputs [B T ..], zeros at padding; the outputs themselves without a mask."""
+  return o if is_token is None else blank_padding(o, is_token)
 
 
 def previous(document: Int[Array, "B T"]) -> Int[Array, "B T"]:

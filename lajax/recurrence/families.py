@@ -1,133 +1,26 @@
 """The families of recurrences as rows of a table: letters of the arguments, and the rule that
-computes them.
-
-A family turns the arguments of a call into a `Problem`: tokens of a rule with its first state, and
-the maps from the rule's results to the call's own. `lajax.ops` runs a problem over all tokens by an
-implementation of choice; `lajax.recurrence.steps` runs it over one.
+computes them. `lajax.recurrence.family` says what a row is.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
 
-from lajax import _shapes
-from lajax._meshes import axes_of_letters, spec_for, spec_of
-from lajax._numerics import NEGLIGIBLE, accumulation_dtype, vary_like
+from lajax._numerics import NEGLIGIBLE, accumulation_dtype
 from lajax.recurrence import delta_rule, dplr, linear_attention, linear_recurrence, mlstm
 from lajax.recurrence.documents import blank_padding
-from lajax.recurrence.rule import Rule
-
-CHUNK = 64  # tokens in a chunk
-CHANNEL_CHUNK = 32  # with decays per channel, whose scores cost more per pair of tokens
-
-
-class Call(NamedTuple):
-  """Arguments of a call, checked."""
-
-  arrays: Mapping[str, Any]  # by name; None where an optional one was left out
-  state: tuple  # parts of the state before the first token; all None for zeros
-  segment_ids: Int[Array, "B T"] | None
-  scale: Any  # of the queries: a float, or a traced array without axes
-  eps: float = 0.0  # added to the denominator of a normalised output
-  by_kernels: bool = False
-  bounded: bool = False  # no log decay is below `decays.LOWEST_BOUND`
-
-  @property
-  def dtype(self) -> jnp.dtype:
-    """The dtype of states, sums and solves."""
-    return accumulation_dtype(*self.arrays.values(), *self.state)
-
-
-class Problem(NamedTuple):
-  """Inputs of a rule, and the maps from its results to those of the call."""
-
-  rule: Rule
-  tokens: Any  # the rule's NamedTuple of arrays [B T ..], not yet cast
-  state: Array  # [B HV K V], in the accumulation dtype
-  segment_ids: Int[Array, "B T"] | None
-  output: Callable = lambda o: o
-  final: Callable = lambda state: (state,)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Family:
-  """A row of the table.
-
-  arrays: letters per argument; "| None" at the end for one that may be left out.
-  state: letters per part of the state.
-  gates: arguments whose values must hold no NaN.
-  weights: those among them that must be below +inf too.
-  problem: Call -> Problem.
-  operands: fields of the tokens that products multiply as they are; all others are gates.
-  output: letters of the output.
-  like: the argument whose dtype the output has.
-  chunk_length: tokens of a rule -> default length of a chunk.
-  """
-
-  arrays: Mapping[str, str]
-  state: Mapping[str, str]
-  problem: Callable[[Call], Problem]
-  gates: tuple[str, ...] = ()
-  weights: tuple[str, ...] = ()
-  operands: tuple[str, ...] = ("q", "k", "v")
-  output: str = "B T HV V"
-  like: str = "v"
-  chunk_length: Callable[[Any], int] = lambda tokens: _length_by_gate(tokens)
-
-  def check(self, arrays: Mapping[str, Any], state, segment_ids=None, *, one_token: bool = False):
-    """Returns sizes by letter, and the parts of the state; ValueError for a wrong argument."""
-    name = "state" if one_token else "initial_state"
-    parts = (state,)
-    if len(self.state) > 1:
-      parts = tuple(_shapes.check_parts(name, state, tuple(self.state)))
-    expected = {n: (x, self.letters(n, one_token)) for n, x in arrays.items()}
-    required = [n for n in arrays if "None" not in self.arrays[n]]
-    for n, (part, letters) in enumerate(zip(parts, self.state.values(), strict=True)):
-      part_name = name if len(parts) == 1 else f"{name}[{n}]"
-      expected[part_name] = (part, letters)
-      required += [part_name] * one_token
-    _shapes.check_given(**{n: expected[n] for n in required})
-    sizes = _shapes.check(**expected, segment_ids=(segment_ids, "B T", "int"))
-    if "H" in self.arrays.get("q", "").split():
-      _shapes.check_multiple("H", "HV", sizes, ("`q` and `k`", "`v`"))
-    return sizes, parts
-
-  def letters(self, name: str, one_token: bool = False) -> str:
-    """Letters of an argument; without T for one token."""
-    options = [option.split() for option in self.arrays[name].split("|") if "None" not in option]
-    return " | ".join(
-      " ".join(axis for axis in option if not (one_token and axis == "T")) for option in options
-    )
-
-  def output_shape(self, call: Call) -> tuple[int, ...]:
-    sizes = {}
-    for name, x in call.arrays.items():
-      sizes |= zip(
-        _letters_of(x, self.letters(name)).split(), () if x is None else x.shape, strict=True
-      )
-    return tuple(sizes[axis] for axis in self.output.split())
-
-
-def _length_by_gate(tokens) -> int:
-  return CHANNEL_CHUNK if tokens.g is not None and tokens.g.ndim == 4 else CHUNK
-
-
-def _first(call: Call, *shape: int) -> Array:
-  """State before the first token, where it is one array."""
-  (state,) = call.state
-  return jnp.zeros(shape, call.dtype) if state is None else state.astype(call.dtype)
-
-
-def _matrix(call: Call) -> Array:
-  q, v = call.arrays["q"], call.arrays["v"]
-  return _first(call, q.shape[0], v.shape[-2], q.shape[-1], v.shape[-1])
-
+from lajax.recurrence.family import (
+  CHUNK,
+  DECAY,
+  MATRIX,
+  QKV,
+  Call,
+  Family,
+  Problem,
+  first_matrix,
+  first_state,
+)
 
 # --- additive states ---
 
@@ -135,8 +28,8 @@ def _matrix(call: Call) -> Array:
 def _additive(call: Call) -> Problem:
   x = call.arrays
   tokens = linear_attention.AdditiveTokens(x["q"], x["k"], x["v"], x["g"])
-  rule = linear_attention.rule_of(bounded=call.bounded)
-  return Problem(rule, tokens, _matrix(call), call.segment_ids)
+  rule = linear_attention.rule_of(bounded=call.options.get("bounded", False))
+  return Problem(rule, tokens, first_matrix(call), call.segment_ids)
 
 
 def _with_bonus(call: Call) -> Problem:
@@ -154,8 +47,8 @@ def _with_bonus(call: Call) -> Problem:
     return o.astype(dtype) + own * v.astype(dtype)
 
   tokens = linear_attention.AdditiveTokens(q, k, v, x["g"])
-  rule = linear_attention.rule_of(before=True, bounded=call.bounded)
-  return Problem(rule, tokens, _matrix(call), ids, output)
+  rule = linear_attention.rule_of(before=True, bounded=call.options.get("bounded", False))
+  return Problem(rule, tokens, first_matrix(call), ids, output)
 
 
 def _normalized(call: Call) -> Problem:
@@ -167,9 +60,9 @@ def _normalized(call: Call) -> Problem:
     state = jnp.zeros(shape, call.dtype)
   else:
     state = jnp.concatenate([S, z[..., None]], axis=-1).astype(call.dtype)
-  rule, output = linear_attention.normalized(call.eps), lambda o: o
+  rule, output = linear_attention.normalized(call.options["eps"]), lambda o: o
   if call.by_kernels:  # they know nothing of the division
-    rule, output = linear_attention.rule, lambda o: linear_attention.divided(o, call.eps)
+    rule, output = linear_attention.rule, lambda o: linear_attention.divided(o, call.options["eps"])
     v = linear_attention.with_ones(v.astype(accumulation_dtype(v)))
   tokens = linear_attention.AdditiveTokens(x["q"], x["k"], v, x["g"])
   split = lambda state: (state[..., :-1], state[..., -1])
@@ -210,7 +103,7 @@ def _elementwise(call: Call) -> Problem:
   """One head, whose state has a row per channel and one column."""
   x, log_a = call.arrays["x"], call.arrays["log_a"]
   D = math.prod(x.shape[2:])
-  h = _first(call, x.shape[0], *x.shape[2:])
+  h = first_state(call, x.shape[0], *x.shape[2:])
   flat = lambda a: a.reshape(*a.shape[:2], 1, D)
   return Problem(
     linear_recurrence.rule,
@@ -230,8 +123,8 @@ def _corrected(call: Call) -> Problem:
   x = call.arrays
   erase = x["beta"] if x["erase"] is None else x["erase"]
   tokens = delta_rule.DeltaTokens(x["q"], x["k"], x["v"], erase, x["write"], x["g"])
-  rule = delta_rule.bounded if call.bounded else delta_rule.rule
-  return Problem(rule, tokens, _matrix(call), call.segment_ids)
+  rule = delta_rule.bounded if call.options.get("bounded", False) else delta_rule.rule
+  return Problem(rule, tokens, first_matrix(call), call.segment_ids)
 
 
 def _corrected_often(call: Call) -> Problem:
@@ -249,7 +142,7 @@ def _corrected_often(call: Call) -> Problem:
     alone(x["q"], R - 1), steps(x["k"]), steps(x["v"]), steps(x["beta"]), None, g
   )
   ids = None if call.segment_ids is None else jnp.repeat(call.segment_ids, R, axis=1)
-  return Problem(delta_rule.rule, tokens, _matrix(call), ids, lambda o: o[:, R - 1 :: R])
+  return Problem(delta_rule.rule, tokens, first_matrix(call), ids, lambda o: o[:, R - 1 :: R])
 
 
 def _corrected_values(call: Call) -> Problem:
@@ -260,7 +153,7 @@ def _corrected_values(call: Call) -> Problem:
   return Problem(
     delta_rule.by_rows,
     tokens,
-    swap(_matrix(call)),
+    swap(first_matrix(call)),
     call.segment_ids,
     final=lambda state: (swap(state),),
   )
@@ -269,14 +162,10 @@ def _corrected_values(call: Call) -> Problem:
 def _low_rank(call: Call) -> Problem:
   x = call.arrays
   tokens = dplr.DplrTokens(*(x[name] for name in ("q", "k", "v", "a", "b", "g")))
-  return Problem(dplr.rule, tokens, _matrix(call), call.segment_ids)
+  return Problem(dplr.rule, tokens, first_matrix(call), call.segment_ids)
 
 
 # --- the table ---
-
-QKV = {"q": "B T H K", "k": "B T H K", "v": "B T HV V"}
-DECAY = {"g": "B T HV | B T HV K | None"}
-MATRIX = {"S": "B HV K V"}
 
 LINEAR_ATTENTION = Family(arrays=QKV | DECAY, state=MATRIX, gates=("g",), problem=_additive)
 LINEAR_ATTENTION_WITH_BONUS = Family(
@@ -342,39 +231,3 @@ def _linear_recurrence(axes: int) -> Family:
 
 
 LINEAR_RECURRENCES = tuple(map(_linear_recurrence, range(8)))  # JAX compiles a row once
-
-
-def factor(family: Family, scale, sizes: _shapes.Sizes) -> tuple[float | None, Any]:
-  """Returns the scale as (number, None) or (None, traced array); two None without queries."""
-  if "q" not in family.arrays:
-    return None, None
-  found = _shapes.scale_of(scale, sizes)
-  return (found, None) if isinstance(found, float) else (None, found)
-
-
-def widened(problem: Problem, scale):
-  """Returns the tokens in the state's dtype, queries times a given `scale`, and the first state."""
-  dtype = problem.state.dtype
-  tokens = jax.tree.map(lambda x: x.astype(dtype), problem.tokens)
-  if scale is not None:
-    tokens = tokens._replace(q=tokens.q * jnp.asarray(scale, dtype))
-  return tokens, vary_like(problem.state, tokens)
-
-
-def layouts(family: Family, call: Call, *, one_token: bool = False):
-  """Mesh axes of (output, state parts) on an explicit mesh: by letters, or as the state came in."""
-  held = [(x, _letters_of(x, family.letters(name, one_token))) for name, x in call.arrays.items()]
-  held += list(zip(call.state, family.state.values(), strict=True))
-  axes = axes_of_letters(*held, (call.segment_ids, "B T"))
-  output = " ".join(axis for axis in family.output.split() if not (one_token and axis == "T"))
-  states = [
-    spec_for(letters, axes) if part is None else spec_of(part)
-    for part, letters in zip(call.state, family.state.values(), strict=True)
-  ]
-  return spec_for(output, axes), tuple(states)
-
-
-def _letters_of(x, letters: str) -> str:
-  """The alternative that has as many axes as the array."""
-  options = letters.split("|")
-  return next((option for option in options if x is not None and len(option.split()) == x.ndim), "")

@@ -1,6 +1,6 @@
 """One token of each family, for decoding: step(state, token) -> (state, output). No axis T.
 
-A step is its op on one token, token by token: the same problem of `lajax.recurrence.families`, the
+A step is its op on one token, token by token: the same problem of its family, the
 same checks, the same numbers. On explicit meshes the state keeps its layout, so that it rides in a
 scan.
 """
@@ -14,9 +14,9 @@ from jaxtyping import Array, Float
 
 from lajax import _shapes
 from lajax._meshes import on_automatic_axes
-from lajax.recurrence import families
-from lajax.recurrence.families import Call, Family
-from lajax.recurrence.tokens import recurrent
+from lajax.recurrence import families, mamba3, mesa, momentum, preconditioned
+from lajax.recurrence import family as rows
+from lajax.recurrence.family import Call, Family
 
 Matrix = Float[Array, "B HV K V"]
 WithNormalizer = tuple[Matrix, Float[Array, "B HV K"]]
@@ -88,7 +88,7 @@ def normalized_linear_attention_step(
   """
   eps = _shapes.check_not_negative("eps", eps)
   return _step(
-    families.NORMALIZED_LINEAR_ATTENTION, state, dict(q=q, k=k, v=v, g=g), scale, eps=eps
+    families.NORMALIZED_LINEAR_ATTENTION, state, dict(q=q, k=k, v=v, g=g), scale, {"eps": eps}
   )
 
 
@@ -219,6 +219,82 @@ def dplr_step(
   return _step(families.DPLR, state, dict(q=q, k=k, v=v, a=a, b=b, g=g), scale)
 
 
+def preconditioned_delta_rule_step(
+  state: WithNormalizer,
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  beta: Float[Array, "B HV"],
+  g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None,
+  beta_precond: Float[Array, "B H"],
+  g_precond: Float[Array, "B H"],
+  *,
+  base: float = 1.5,
+  eps: float = 1e-6,
+  center: float = -0.2,
+  scale: float | None = None,
+) -> tuple[WithNormalizer, Float[Array, "B HV V"]]:
+  """One token of `lajax.preconditioned_delta_rule`.
+
+      A = exp(g') A + beta' k^2 ,   r = log(A + eps) - center ,   m = base^(-r / (1 + |r|)) ,
+      S' = Diag(exp g) S ,   S = S' + (m k) (beta (v - S'^T k))^T ,   o = scale S^T q
+
+  Args:
+    state: (S [B HV K V], A [B H K]), before the token.
+    q, k, v: [B H K], [B H K] and [B HV V]; k is expected at unit length.
+    beta: [B HV], write strength.
+    g: log decay (natural), <= 0: None for none, [B HV] per head, [B HV K] per channel of the key.
+    beta_precond, g_precond: [B H], strength and log decay of A.
+    base, eps, center: of m: a number above 0, one of at least 0, and a number.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state (S, A) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g, beta_precond=beta_precond, g_precond=g_precond)
+  family = preconditioned.PRECONDITIONED_DELTA_RULE
+  return _step(family, state, arrays, scale, preconditioned.options_of(base, eps, center))
+
+
+def momentum_delta_rule_step(
+  state: tuple[Matrix, Matrix],
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  p: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  beta: Float[Array, "B HV"],
+  eta: Float[Array, "B HV"],
+  g: Float[Array, "B HV"],
+  g_momentum: Float[Array, "B HV"],
+  *,
+  scale: float | None = None,
+) -> tuple[tuple[Matrix, Matrix], Float[Array, "B HV V"]]:
+  """One token of `lajax.momentum_delta_rule`.
+
+      M' = exp(m) M - eta k (v - S^T p)^T ,   S' = exp(g) S - beta M' ,   o = scale S'^T q
+
+  Args:
+    state: (S [B HV K V], M [B HV K V]), before the token.
+    q, k, p, v: [B H K] thrice, and [B HV V].
+    beta, eta: [B HV], step size along the momentum, and strength of the correction.
+    g, g_momentum: [B HV], log decays (natural) of S and of M, <= 0.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state (S, M) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  arrays = dict(q=q, k=k, p=p, v=v, beta=beta, eta=eta, g=g, g_momentum=g_momentum)
+  return _step(momentum.MOMENTUM_DELTA_RULE, state, arrays, scale)
+
+
 def mlstm_step(
   state: WithMaximum,
   q: Float[Array, "B H K"],
@@ -250,6 +326,79 @@ def mlstm_step(
   return _step(families.MLSTM, state, dict(q=q, k=k, v=v, i=i, f=f), scale)
 
 
+def mamba3_step(
+  state: tuple[Matrix, Array, Array],
+  q: Float[Array, "B H K"] | Float[Array, "B R H K"],
+  k: Float[Array, "B H K"] | Float[Array, "B R H K"],
+  v: Float[Array, "B HV V"] | Float[Array, "B R HV V"],
+  g: Float[Array, "B HV"],
+  dt: Float[Array, "B HV"],
+  trapezoid: Float[Array, "B HV"],
+  *,
+  scale: float | None = 1.0,
+) -> tuple[tuple[Matrix, Array, Array], Array]:
+  """One token of `lajax.mamba3`.
+
+      S = exp(g) S + (1 - lambda) dt exp(g) k' v'^T + lambda dt k v^T ,   o = scale S^T q
+
+  with the k' and v' of the token before.
+
+  Args:
+    state: (S [B HV K V], k', v'), before the token.
+    q, k: [B H K], or [B R H K] for MIMO.
+    v: [B HV V], or [B R HV V] for MIMO.
+    g, dt, trapezoid: [B HV], log decay (natural) <= 0, step size, and lambda in (0, 1).
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state (S, k, v) behind the token, in float32 (float64 if an input is), and o of the shape
+    and dtype of v.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  family = mamba3.MAMBA3_MIMO if getattr(q, "ndim", 3) == 4 else mamba3.MAMBA3
+  return _step(family, state, dict(q=q, k=k, v=v, g=g, dt=dt, trapezoid=trapezoid), scale)
+
+
+def mesa_step(
+  state: tuple[Float[Array, "B HV K K"], Matrix],
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  beta: Float[Array, "B HV"],
+  g: Float[Array, "B HV"] | None,
+  ridge: Float[Array, "H K"],
+  *,
+  cg_steps: int | None = None,
+  scale: float | None = 1.0,
+) -> tuple[tuple[Float[Array, "B HV K K"], Matrix], Float[Array, "B HV V"]]:
+  """One token of `lajax.mesa`.
+
+      G = exp(g) G + beta k k^T ,   S = exp(g) S + beta k v^T ,
+      o = scale S^T (G + Diag(ridge))^(-1) q
+
+  Args:
+    state: (G [B HV K K], S [B HV K V]), before the token.
+    q, k, v: [B H K], [B H K] and [B HV V].
+    beta: [B HV], weight of the token, at least 0.
+    g: [B HV], log decay (natural), <= 0; None for none.
+    ridge: [H K], above 0.
+    cg_steps: of conjugate gradients; None for an exact solution.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state (G, S) behind the token, in float32 (float64 if an input is), and o [B HV V] in
+    v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  options = {"cg_steps": _shapes.check_positive("cg_steps", cg_steps)}
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g, ridge=ridge)
+  return _step(mesa.MESA, state, arrays, scale, options)
+
+
 def linear_recurrence_step(
   state: Float[Array, "B *D"], x: Float[Array, "B *D"], log_a: Float[Array, "B *D"]
 ) -> tuple[Float[Array, "B *D"], Float[Array, "B *D"]]:
@@ -272,27 +421,28 @@ def linear_recurrence_step(
   return _step(family, state, dict(x=x, log_a=log_a))
 
 
-def _step(family: Family, state, arrays: Mapping[str, Any], scale=None, eps: float = 0.0):
-  """Runs a family's problem on one token."""
+def _step(family: Family, state, arrays: Mapping[str, Any], scale=None, options=None):
+  """Runs a family's problem on one token; `options` are the family's static ones, by name."""
   sizes, parts = family.check(arrays, state, one_token=True)
-  number, traced = families.factor(family, scale, sizes)
-  o, parts = _compute(family, number, eps, dict(arrays), tuple(parts), traced)
+  number, traced = rows.factor(family, scale, sizes)
+  static = number, tuple((options or {}).items())
+  o, parts = _compute(family, *static, dict(arrays), tuple(parts), traced)
   return parts[0] if len(parts) == 1 else parts, o
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compute(family: Family, number: float | None, eps: float, arrays, parts, traced):
+def _compute(family: Family, number: float | None, options: tuple, arrays, parts, traced):
   def compute(arrays, parts, traced):
     timed = {
       name: x if x is None or "T" not in family.arrays[name].split() else x[:, None]
       for name, x in arrays.items()
     }
     scale = traced if number is None else number
-    problem = family.problem(Call(timed, parts, None, scale, eps))
-    o, state = recurrent(problem.rule, *families.widened(problem, scale))
-    return problem.output(o)[:, 0].astype(arrays[family.like].dtype), problem.final(state)
+    call = Call(timed, parts, None, scale, dict(options))
+    o, state = rows.solve(family, call, rows.by_tokens)
+    return o[:, 0], state
 
-  layouts = lambda arrays, parts, traced: families.layouts(
-    family, Call(arrays, parts, None, None), one_token=True
+  layouts = lambda arrays, parts, traced: rows.layouts(
+    family, Call(arrays, parts, None), one_token=True
   )
   return on_automatic_axes(compute, layouts)(arrays, parts, traced)

@@ -1,0 +1,166 @@
+"""Mesa layer: the state is read with the query that solves a ridge regression on the keys so far.
+
+    G_t = e^g_t G_{t-1} + beta_t k_t k_t^T ,  S_t = e^g_t S_{t-1} + beta_t k_t v_t^T
+    o_t = S_t^T (G_t + Diag(ridge))^(-1) q_t
+
+G and S are one additive state of K + V columns, whose values are beta (k, v). The systems of all
+tokens are one symmetric linear map of all solutions x [T K], and that map is linear attention with
+the queries x. So derivatives are implicit: they need that map, and one more solve. Keys and queries
+are divided by the root of the ridge, which then is 1.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from lajax._numerics import vary_like
+from lajax.recurrence.documents import blank_padding, packing, without_padding
+from lajax.recurrence.families import LINEAR_ATTENTION
+from lajax.recurrence.family import QKV, Call, Family, Problem
+from lajax.recurrence.linear_attention import AdditiveTokens, decay_state, rule, token_decay
+from lajax.recurrence.rule import Affine, Rule
+from lajax.recurrence.tokens import associative
+
+BLOCK = 64  # tokens whose matrices G are in memory at once in the exact solve
+TOLERANCE = {4: 1e-6, 8: 1e-13}  # of conjugate gradients, by bytes of a number
+
+
+class Systems(NamedTuple):
+  """Right-hand sides q, and what makes the matrices: G = e^g G + k w^T with w = beta k."""
+
+  q: Float[Array, "B T HV K"]
+  k: Float[Array, "B T H K"]
+  w: Float[Array, "B T HV K"]
+  g: Float[Array, "B T HV"] | None
+
+
+# --- by Cholesky's factors -----------------------------------------------------------------------
+
+
+def _solution(before, after, x: Systems) -> Float[Array, "K"]:
+  """(G + I)^-1 q."""
+  factor = lax.linalg.cholesky(after + jnp.eye(len(x.q), dtype=x.q.dtype))
+  solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=True)
+  return solve(solve(x.q[:, None]), transpose_a=True)[:, 0]
+
+
+def _lift(x: Systems) -> Affine:
+  return Affine(token_decay(x.g, x.k), x.k[:, None] * x.w[None, :])
+
+
+def _step(G, x: Systems):
+  G = decay_state(x.g, G) + x.k[:, None] * x.w[None, :]
+  return G, _solution(None, G, x)
+
+
+def _no_chunk(x, masks, precision):
+  raise NotImplementedError("solutions are not linear in the state.")
+
+
+exact = Rule(_step, _lift, _solution, _no_chunk)
+
+
+def _by_factors(x: Systems, G: Float[Array, "B HV K K"], document) -> Float[Array, "B T HV K"]:
+  """Solves block by block, so that the matrices of one block alone are in memory."""
+  B, T = x.q.shape[:2]
+  L = max(1, min(T, BLOCK))
+  N = -(-T // L)
+
+  def blocks(y, mode="constant"):
+    y = jnp.pad(y, [(0, 0), (0, N * L - T)] + [(0, 0)] * (y.ndim - 2), mode=mode)
+    return jnp.moveaxis(y.reshape(B, N, L, *y.shape[2:]), 1, 0)
+
+  def solve(carry, block):
+    G, last = carry
+    x, document = block
+    if document is None:
+      o, G = associative(exact, x, G)
+      return (G, last), o
+    o, G = associative(exact, x, G, document - last[:, None])
+    return (G, document[:, -1]), o
+
+  if document is not None:
+    document = blocks(document, "edge")
+  last = None if document is None else jnp.zeros((B,), document.dtype)
+  _, o = lax.scan(solve, (vary_like(G, x), last), (jax.tree.map(blocks, x), document))
+  return jnp.moveaxis(o, 0, 1).reshape(B, N * L, *x.q.shape[2:])[:, :T]
+
+
+# --- by conjugate gradients ----------------------------------------------------------------------
+
+
+def _by_gradients(steps: int, matvec, b: Float[Array, "B T HV K"]) -> Float[Array, "B T HV K"]:
+  """Solves all tokens' systems side by side; a token stops at the tolerance."""
+  dot = lambda x, y: (x * y).sum(-1, keepdims=True)
+  enough = TOLERANCE[b.dtype.itemsize] ** 2 * dot(b, b)
+
+  def step(carry, _):
+    x, r, p, rr = carry
+    Ap = matvec(p)
+    going = rr > enough
+    size = jnp.where(going, rr / jnp.where(going, dot(p, Ap), 1), 0)
+    x, r = x + size * p, r - size * Ap
+    new = dot(r, r)
+    p = r + jnp.where(going, new / jnp.where(going, rr, 1), 0) * p
+    return (x, r, p, jnp.where(going, new, rr)), None
+
+  carry, _ = lax.scan(step, (jnp.zeros_like(b), b, b, dot(b, b)), None, length=steps)
+  return carry[0]
+
+
+# --- the family ----------------------------------------------------------------------------------
+
+
+def _problem(call: Call) -> Problem:
+  x, dtype, ids = call.arrays, call.dtype, call.segment_ids
+  q, k, v, beta, ridge = (x[name].astype(dtype) for name in ("q", "k", "v", "beta", "ridge"))
+  if ids is not None:  # before products of inputs, so that NaN in padding stays out of gradients
+    q, k, v, beta = blank_padding((q, k, v, beta), ids >= 0)
+  (B, _, H, K), (HV, V) = k.shape, v.shape[2:]
+  spread = lambda a: jnp.repeat(a, HV // H, axis=2)
+  G, S = (
+    jnp.zeros((B, HV, K, width), dtype) if part is None else part.astype(dtype)
+    for part, width in zip(call.state, (K, V), strict=True)
+  )
+  root = lax.rsqrt(ridge)[None, None]
+  weighted, roots = beta[..., None] * spread(k), spread(root)
+  g = None if x["g"] is None else x["g"].astype(dtype)
+  # A state is read as G^T p; G is symmetric, but a derivative by it need not be.
+  first = jnp.swapaxes(G, -1, -2) * (roots[:, 0, :, :, None] * roots[:, 0, :, None])
+  scaled = {"k": k * root, "v": weighted * roots, "g": g}
+
+  def matvec(p):
+    o, _ = call.aside(LINEAR_ATTENTION, scaled | {"q": p}, (first,))
+    return o + p
+
+  def solve(matvec, b):
+    if call.options["cg_steps"] is not None:
+      return _by_gradients(call.options["cg_steps"], matvec, b)
+    if ids is None:
+      return _by_factors(Systems(b, scaled["k"], scaled["v"], g), first, None)
+    document, is_token = packing(ids)
+    systems = blank_padding(Systems(b, scaled["k"], scaled["v"], g), is_token)
+    return without_padding(_by_factors(systems, first, document), is_token)
+
+  solution = lax.custom_linear_solve(matvec, spread(q * root), solve, symmetric=True) * roots
+  values = jnp.concatenate([weighted, beta[..., None] * v], axis=-1)
+  return Problem(
+    rule,
+    AdditiveTokens(solution, k, values, g),
+    jnp.concatenate([G, S], axis=-1),
+    ids,
+    lambda o: o[..., K:],
+    lambda state: (state[..., :K], state[..., K:]),
+  )
+
+
+MESA = Family(
+  arrays=QKV | {"beta": "B T HV", "g": "B T HV | None", "ridge": "H K"},
+  state={"G": "B HV K K", "S": "B HV K V"},
+  gates=("beta", "g"),
+  problem=_problem,
+)
