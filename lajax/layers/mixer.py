@@ -206,9 +206,13 @@ class Mixer(StatefulLayer):
     memory,
     documents: CallDocuments,
     scale: float | None = None,
-    **options: Any,
+    bound: float | None = None,
   ) -> tuple[Array, Any]:
-    """Calls an op on this layer's arrays with its memory, documents, impl and chunk size."""
+    """Calls an op on this layer's arrays with its memory, documents, impl and chunk size.
+
+    `bound` is for ops that take one.
+    """
+    options = {} if bound is None else {"bound": bound}
     return op(
       *arrays,
       initial_state=memory,
