@@ -2,7 +2,7 @@
 
     python experiments/serve.py
 
-serves 32 requests of random lengths with an untrained hybrid of three layers of Kimi Delta
+serves 48 requests of random lengths with an untrained hybrid of three layers of Kimi Delta
 Attention and one of MLA, one by one (`lajax.generate`), in static batches, and with engines of 1 to
 16 slots. Throughput is that of all requests at once. Then the requests arrive at random, at 70 % of
 what the engine can serve, and the command prints the time to the first token and between tokens.

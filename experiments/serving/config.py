@@ -21,11 +21,11 @@ class Config:
 
   slots: tuple[int, ...] = (1, 2, 4, 8, 16)
   """Requests that run at once."""
-  requests: int = 32
+  requests: int = 48
   """Requests of each measurement."""
   prompt: int = 64
   """Tokens of the longest prompt; the shortest has little more than half."""
-  max_tokens: int = 64
+  max_tokens: int = 96
   """New tokens of the longest request; the shortest has little more than half."""
   load: float = 0.7
   """Arrivals of requests, as a part of those that the engine can serve at most."""

@@ -19,8 +19,8 @@ Show = Callable[[str], None]
 
 
 def longest_of(requests: Sequence[Asked]) -> int:
-  """Returns the tokens that the longest request reads."""
-  return max(len(r.prompt) + r.max_tokens - 1 for r in requests)
+  """Returns the tokens that are read of the longest request in the worst batch."""
+  return max(len(r.prompt) for r in requests) + max(r.max_tokens for r in requests) - 1
 
 
 def tokens_of(requests: Sequence[Asked]) -> int:

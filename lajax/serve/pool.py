@@ -64,6 +64,7 @@ def layout_of(graph: Graph, parameters: list[Array], page_size: int, max_length:
       "each array of the model's state must have an axis for the rows of a batch; got "
       f"{batch.count(-1)} without, of {len(batch)}. Let `init_state(batch)` give each row its own."
     )
+  assert all(s < 0 or s > b for b, s in zip(batch, places, strict=True))  # caches are [B S ..]
   return Layout(tuple(batch), tuple(places), structure, page_size, max_length)
 
 
