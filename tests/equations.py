@@ -185,7 +185,7 @@ def log_linear(inputs, segment_ids, scale):
     to = min(to, len(moved) - 1)
     joined = sum(moved[: to + 1], np.zeros_like(zero))
     after = [zero] * (to - 1) + [joined] + moved[to + 1 :]
-    return np.stack(after, axis=1), np.float64((t + 1) % 2 ** len(after)), read
+    return np.stack(after, axis=1), np.float64((position + 1) % 2 ** len(after)), read
 
   def read_levels(state, token, scale):
     weighted = (token["level_scales"][..., None, None] * state[2]).sum(1)

@@ -15,6 +15,7 @@ of each write in each output, which the level scales multiply.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,7 +25,7 @@ from lajax.recurrence import delta_rule, linear_attention
 from lajax.recurrence.decays import Masks, preceding
 from lajax.recurrence.documents import last_token, packing, previous
 from lajax.recurrence.family import QKV, Call, Family, Problem
-from lajax.recurrence.rule import Affine, Blocks, Chunk, Rule, apply, bind
+from lajax.recurrence.rule import Affine, Blocks, Chunk, Rule, bind
 
 
 class LevelTokens(NamedTuple):
@@ -38,8 +39,8 @@ class LevelTokens(NamedTuple):
 
 def by_levels(base: Rule) -> Rule:
   """Returns the rule of log-linear attention on the state update of a rule that is linear in v."""
-  functions = (bind(f, base) for f in (_step, _lift, _read, _chunk))
-  return Rule(*functions, log_decays=base.log_decays)
+  step, lift, read, chunk = (bind(f, base) for f in (_step, _lift, _read, _chunk))
+  return Rule(step, lift, read, chunk, log_decays=base.log_decays)
 
 
 def _base_tokens(x: LevelTokens):
@@ -54,14 +55,16 @@ def _moved(target: Float[Array, ""], levels: int) -> Float[Array, "N N"]:
 
 def _step(base: Rule, state: Float[Array, "NK V"], x: LevelTokens):
   token, N = _base_tokens(x), len(x.scales) - 1
-  own = base.lift(token)
-  decayed = apply(
-    Affine(Blocks(jnp.eye(N, dtype=state.dtype), own.A), jnp.zeros_like(state)), state
-  )
-  at_levels = decayed.reshape(N, *own.B.shape)
-  read = x.scales[0] * own.B + jnp.tensordot(x.scales[1:], at_levels, 1)
-  state = apply(_lift(base, x), state)
-  return state, base.read(None, read, token)
+  silent = token._replace(v=jnp.zeros_like(token.v))
+  levels = state.reshape(N, -1, state.shape[-1])
+  own = base.step(jnp.zeros_like(levels[0]), token)[0]
+  levels = jax.vmap(lambda S: base.step(S, silent)[0])(levels)
+  read = x.scales[0] * own + jnp.tensordot(x.scales[1:], levels, 1)
+  level = np.arange(1, N + 1, dtype=x.target.dtype)[:, None, None]
+  joins = level < x.target
+  joined = own + jnp.where(joins, levels, 0).sum(0)
+  levels = jnp.where(joins, 0, levels) + jnp.where(level == x.target, joined[None], 0)
+  return levels.reshape(state.shape), base.read(None, read, token)
 
 
 def _lift(base: Rule, x: LevelTokens) -> Affine:
@@ -119,11 +122,12 @@ def check_levels(name: str, state, level_scales) -> None:
 
 def _positions(
   first: Int[Array, "B"], T: int, segment_ids: Int[Array, "B T"] | None
-) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
-  """Places of the tokens in their documents, and the place of the token after the last one."""
+) -> tuple[Int[Array, "B T"], Int[Array, "B"], Any]:
+  """Places of the tokens in their documents, the place of the token after the last one, and whether
+  that one is of the first document."""
   place = jnp.arange(T, dtype=first.dtype)[None]
   if segment_ids is None or T == 0:
-    return first[:, None] + place, first + T
+    return first[:, None] + place, first + T, True
   document, is_token = packing(segment_ids)
   rank = jnp.cumsum(is_token, axis=1, dtype=first.dtype) - 1
   begins = is_token & (document != previous(document))
@@ -131,7 +135,7 @@ def _positions(
   position = rank - start + jnp.where(document == 0, first[:, None], 0)
   last = last_token(is_token)[:, -1:]
   after = jnp.take_along_axis(position, jnp.maximum(last, 0), axis=1) + 1
-  return position, jnp.where(last < 0, first[:, None], after)[:, 0]
+  return position, jnp.where(last < 0, first[:, None], after)[:, 0], document[:, -1] == 0
 
 
 def _problem(call: Call) -> Problem:
@@ -142,19 +146,20 @@ def _problem(call: Call) -> Problem:
     S, first = jnp.zeros((B, HV, N, K, V), dtype), jnp.zeros((B,), dtype)
   cycle = 2 ** min(N, 24)  # later digits of a position change nothing, and floats hold these
   position = jnp.round(first).astype(jnp.int32)
-  position, after = _positions(position, T, call.segment_ids)
+  position, after, continues = _positions(position, T, call.segment_ids)
+  passed_on = jnp.where(continues, first - lax.stop_gradient(first), 0).astype(dtype)  # 0
   carries = lax.population_count(position ^ (position + 1))
   target = jnp.broadcast_to(jnp.minimum(carries, N)[..., None], (B, T, H)).astype(dtype)
   if x["beta"] is None:
-    rule, base = LINEAR, linear_attention.AdditiveTokens(None, k, v, x["g"])
+    rule, base = LINEAR, linear_attention.AdditiveTokens(q, k, v, x["g"])
   else:
-    rule, base = DELTA, delta_rule.DeltaTokens(None, k, v, x["beta"], None, x["g"])
+    rule, base = DELTA, delta_rule.DeltaTokens(q, k, v, x["beta"], None, x["g"])
   return Problem(
     rule,
-    LevelTokens(q, base, scales, target),
+    LevelTokens(q, base._replace(q=None), scales, target),
     S.astype(dtype).reshape(B, HV, N * K, V),
     call.segment_ids,
-    final=lambda state: (state.reshape(B, HV, N, K, V), (after % cycle).astype(dtype)),
+    final=lambda state: (state.reshape(B, HV, N, K, V), (after % cycle).astype(dtype) + passed_on),
   )
 
 
