@@ -9,7 +9,7 @@
 
 Ops: `linear_attention`, `normalized_linear_attention`, `delta_rule`, `delta_product`, `gated_oja`,
 `dplr`, `preconditioned_delta_rule`, `momentum_delta_rule`, `mlstm`, `mamba3`, `mesa`,
-`linear_recurrence`, softmax `attention`, and over whole documents
+`log_linear_attention`, `linear_recurrence`, softmax `attention`, and over whole documents
 `bidirectional_linear_attention` and `efficient_attention`. Every op takes packed documents
 (`segment_ids`, `loss_mask`) and carries a state (`initial_state`) from call to call; `impl` chooses
 how it is computed, never what.
@@ -41,6 +41,7 @@ from lajax.ops import (  # noqa: E402
   gated_oja,
   linear_attention,
   linear_recurrence,
+  log_linear_attention,
   loss_mask,
   mamba3,
   mesa,
@@ -61,6 +62,7 @@ __all__ = [
   "gated_oja",
   "linear_attention",
   "linear_recurrence",
+  "log_linear_attention",
   "loss_mask",
   "mamba3",
   "mesa",

@@ -49,7 +49,8 @@ class Cost:
 
   Attributes:
     parameters: number of parameters.
-    state: states of recurrences.
+    state: states of recurrences. That of log-linear attention grows by a matrix per head each time
+      that the length doubles, up to the layer's `max_length`.
     conv: caches of short convolutions.
     cache: what is kept per token: keys and values, or latents.
     decode: operations of one more token after `length` tokens.
@@ -146,6 +147,11 @@ def memory(layer: nnx.Module, length: int, *, batch: int = 1) -> Cost:
 def keeps_tokens(layer: nnx.Module) -> bool:
   """Returns whether the layer's state is a cache that is made for a number of tokens."""
   _check_layer(layer)
+  return _sized_by_length(layer) and not hasattr(layer, "num_levels")
+
+
+def _sized_by_length(layer) -> bool:
+  """Says whether a state is made for a number of tokens: a cache, or levels that are its log."""
   return "max_length" in inspect.signature(getattr(layer, "init_state")).parameters  # noqa: B009
 
 
@@ -208,7 +214,7 @@ def _check_layer(layer, name: str = "`layer`") -> None:
 
 
 def _shape_of_state(layer, length: int, batch: int):
-  options = {"max_length": length} if keeps_tokens(layer) else {}
+  options = {"max_length": length} if _sized_by_length(layer) else {}
   return jax.eval_shape(lambda: layer.init_state(batch, **options))
 
 

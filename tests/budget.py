@@ -32,6 +32,7 @@ GATES = (
   "g_precond",
   "g_momentum",
   "eta",
+  "level_scales",
 )
 
 # A softmax with all weight on one key does not change with its scores: dq, dk, dlog_forget and

@@ -152,6 +152,13 @@ _ALL = [
     "mesa", "head", samplers.mesa, equations.ridge_regression, ("plain", "mixed", "inf"),
     options=(("scale", None),), shared=("ridge",), untimed=("initial_state", "ridge"),
   ),
+  *(
+    Case(
+      "log_linear_attention", gate, samplers.log_linear_attention, equations.log_linear, rows,
+      options=(("scale", None),),
+    )
+    for gate, rows in (("head", ("plain", "mixed", "inf")), ("delta", ("plain", "mixed")))
+  ),
   _attention("none", equation=equations.softmax, rows=("plain",)),
   _attention(
     "forget", equation=equations.softmax,

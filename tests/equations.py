@@ -172,6 +172,32 @@ def ridge_regression(inputs, segment_ids, scale):
   return scan(update, read_solution)(tokens, segment_ids, scale)
 
 
+def log_linear(inputs, segment_ids, scale):
+  """Every level is a state; behind token t it joins the levels that a binary counter joins."""
+
+  def update(state, token):
+    (levels, position), zero = state[:2], np.zeros_like(state[0][:, 0])
+    step = correct if "beta" in token else add
+    silent = token | {"v": np.zeros_like(token["v"])}
+    moved = [step(zero, token)] + [step(S, silent) for S in levels.swapaxes(0, 1)]
+    read, t = np.stack(moved, axis=1), int(np.round(position))
+    to = next(n for n in range(60) if not t >> n & 1) + 1
+    to = min(to, len(moved) - 1)
+    joined = sum(moved[: to + 1], np.zeros_like(zero))
+    after = [zero] * (to - 1) + [joined] + moved[to + 1 :]
+    return np.stack(after, axis=1), np.float64((position + 1) % 2 ** len(after)), read
+
+  def read_levels(state, token, scale):
+    weighted = (token["level_scales"][..., None, None] * state[2]).sum(1)
+    return read(weighted, token, scale)
+
+  S, position = inputs["initial_state"]
+  first = S, position, np.concatenate([S[:, :1], S], axis=1)
+  tokens = inputs | {"initial_state": first}
+  o, state = scan(update, read_levels)(tokens, segment_ids, scale)
+  return o, state[:2]
+
+
 def add_stabilised(state, token):
   C, n, m = state
   i, f, k = token["i"], token["f"], heads(token["k"], token["v"])

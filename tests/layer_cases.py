@@ -88,6 +88,8 @@ CASES = (
   _case("Comba", L.Comba, 2, 8),
   _case("QDelta", L.QDelta, 2, 8, num_v_heads=4, conv_size=2),
   _case("MesaNet", L.MesaNet, 2, 8, expand_v=0.5, use_gate=True),
+  _case("LogLinearMamba2", L.LogLinearMamba2, 2, 8, state_dim=4, max_length=2 * T),
+  _case("LogLinearGatedDeltaNet", L.LogLinearGatedDeltaNet, 2, 4, num_v_heads=4, max_length=4, conv_size=2),
   _case("MomentumDeltaNet", L.MomentumDeltaNet, 2, 8, num_v_heads=4, conv_size=2),
   _case("PreconditionedGatedDeltaNet", L.PreconditionedGatedDeltaNet, 2, 8, num_v_heads=4, conv_size=2),
   _case("PreconditionedKDA", L.PreconditionedKDA, 2, 8, gate_rank=3, conv_size=None),

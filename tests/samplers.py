@@ -159,6 +159,19 @@ def mesa(rng, gate, row, s):
   }
 
 
+def log_linear_attention(rng, gate, row, s):
+  """Levels for all tokens behind a state of `position` tokens, whose empty levels are empty."""
+  inputs = (
+    linear_attention(rng, "head", row, s) if gate == "head" else delta_rule(rng, "head", row, s)
+  )
+  position, N = 5, (s.T + 5).bit_length()
+  full = np.array([position >> n & 1 for n in range(N)]).reshape(1, 1, N, 1, 1)
+  return inputs | {
+    "level_scales": rng.uniform(size=(1, s.T, s.HV, N + 1)),
+    "initial_state": (full * _normal(rng, 1, s.HV, N, s.K, s.V), np.full(1, float(position))),
+  }
+
+
 def mlstm(rng, gate, row, s):
   """n . q has either sign and is never near 0, a pole of the output; exp(-m) is larger at times."""
   inputs = normalized(rng, "none", row, s)

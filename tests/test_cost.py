@@ -66,6 +66,16 @@ def test_recurrences_cost_the_same_at_any_length(layer):
   assert costs.cost(layer, 1) == costs.cost(layer, 10_000_000)
 
 
+def test_log_linear_attention_grows_by_a_state_when_the_length_doubles():
+  layer = traced(L.LogLinearGatedDeltaNet, 64, 2, 16, max_length=2**20)
+  numbers = lambda length: costs.memory(layer, length).state.numbers
+  assert [numbers(2**n) for n in (1, 10, 20, 30)] == [2 * 16 * 16 * n + 1 for n in (1, 10, 20, 20)]
+  assert numbers(2**10 + 1) == numbers(2**11)
+  per_level = costs.decode_operations(layer, 2**11) - costs.decode_operations(layer, 2**10)
+  assert per_level == costs.decode_operations(layer, 2**12) - costs.decode_operations(layer, 2**11)
+  assert costs.memory(layer, 2**10).cache.numbers == 0
+
+
 def test_attention_grows_with_the_context():
   layer = softmax()
   short, long = (costs.cost(layer, n) for n in (1_024_000, 10_240_000))

@@ -335,6 +335,43 @@ def mesanet(layer, x):
   return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
 
 
+def by_levels(q, k, v, decay, scales, beta=None):
+  """Each write is carried to each later token by itself, and weighed by its level there."""
+  HV, G, L = v.shape[1], v.shape[1] // q.shape[1], scales.shape[-1]
+  o = np.zeros_like(v)
+  for h, j in np.ndindex(HV, T):
+    kj = k[j, h // G]
+    S = np.outer(kj, v[j, h] * (1 if beta is None else beta[j, h]))
+    for i in range(j, T):
+      if i > j:
+        ki, S = k[i, h // G], decay[i, h] * S
+        S = S if beta is None else S - beta[i, h] * np.outer(ki, S.T @ ki)
+      o[i, h] += scales[i, h, min((i ^ j).bit_length(), L - 1)] * S.T @ q[i, h // G]
+  return o
+
+
+def log_linear_mamba2(layer, x):
+  p = parts(
+    layer, x, [("u", 2, 8), ("B", 1, 4), ("C", 1, 4), ("z", 2, 8), ("dt", 2), ("levels", 2, 9)]
+  )
+  dt = softplus(p["dt"] + np.asarray(layer.dt_bias))
+  scales = softplus(p["levels"] + np.asarray(layer.level_bias))
+  decay = np.exp(-np.exp(np.asarray(layer.A_log)) * dt)
+  o = by_levels(p["C"], p["B"], dt[..., None] * p["u"], decay, scales)
+  y = (o + np.asarray(layer.D)[:, None] * p["u"]) * silu(p["z"])
+  return rms(y.reshape(T, 1, -1), np.asarray(layer.norm.weight))
+
+
+def log_linear_gdn(layer, x):
+  own = [("q", 2, 4), ("k", 2, 4), ("v", 4, 4), ("beta", 4), ("a", 4), ("gate", 4, 4)]
+  p = parts(layer, x, [*own, ("levels", 4, 3)])  # the last level holds all tokens from bit 1 on
+  decay = np.exp(-np.exp(np.asarray(layer.A_log)) * softplus(p["a"] + np.asarray(layer.dt_bias)))
+  scales = softplus(p["levels"] + np.asarray(layer.level_bias))
+  q, k, beta = l2(p["q"]) / 2, l2(p["k"]), sigmoid(p["beta"])
+  o = by_levels(q, k, p["v"], decay, scales, beta)
+  return rms(o, np.asarray(layer.norm.weight)) * silu(p["gate"])
+
+
 def momentum_deltanet(layer, x):
   own = [("q", 2, 8), ("k", 2, 8), ("v", 4, 8), ("beta", 4), ("a", 4), ("gate", 4, 8)]
   p = parts(layer, x, [*own, ("momentum", 4), ("eta", 4)])
@@ -652,6 +689,8 @@ EQUATIONS = {
   "KimiDeltaAttention": kda(2, 8, bounded=False),
   "KimiDeltaAttention-bounded": kda(4, None, bounded=True),
   "MesaNet": mesanet,
+  "LogLinearMamba2": log_linear_mamba2,
+  "LogLinearGatedDeltaNet": log_linear_gdn,
   "MomentumDeltaNet": momentum_deltanet,
   "PreconditionedGatedDeltaNet": preconditioned_gdn,
   "PreconditionedKDA": preconditioned_kda,

@@ -17,9 +17,9 @@ LAYOUTS = {  # axes of batch and heads in an array, by its letters
   "B T H K": (0, 2), "B T HV V": (0, 2), "B T HV": (0, 2), "B T HV K": (0, 2), "B T R H K": (0, 3), "B T R HV V": (0, 3),
   "B T R HV": (0, 3), "B HV K V": (0, 1), "B HV K": (0, 1), "B HV": (0, 1), "H K": (None, 0), "B T D": (0, 2), "B D": (0, 1),
   "B T": (0, None), "HV": (None, 0), "D W": (None, 0), "D": (None, 0), "B W-1 D": (0, 2), "B H K": (0, 1), "B HV V": (0, 1),
-  "B T H V": (0, 2), "B HV K K": (0, 1), "B T H": (0, 2),
+  "B T H V": (0, 2), "B HV K K": (0, 1), "B T HV L": (0, 2), "B HV N K V": (0, 1), "B T H": (0, 2),
 }  # fmt: skip
-SIZES = dict(B=B, T=T, H=H, HV=HV, K=K, V=V, R=R, D=4, W=W) | {"W-1": W - 1}
+SIZES = dict(B=B, T=T, H=H, HV=HV, K=K, V=V, R=R, D=4, W=W, L=6, N=5) | {"W-1": W - 1}
 IDS = np.stack([np.repeat([0, 1, -1, 2], [3, 8, 2, 7]), np.repeat([-1, 4, 5], [4, 6, 10])])
 GATE = ("g", "g_precond", "g_momentum", "log_a", "f", "log_forget")
 
@@ -85,6 +85,11 @@ STATEFUL = {  # op, letters of its arguments
     lajax.mesa,
     QKV | dict(beta="B T HV", g="B T HV", ridge="H K", initial_state=("B HV K K", "B HV K V")),
     dict(positive=("ridge",), definite=("initial_state",)),
+  ),
+  "log_linear_attention": (
+    lajax.log_linear_attention,
+    QKV | dict(g="B T HV", level_scales="B T HV L", initial_state=("B HV N K V", "B")),
+    {},
   ),
   "mamba3": (
     lajax.mamba3, QKV | dict(g="B T HV", dt="B T HV", trapezoid="B T HV", initial_state=("B HV K V", "B H K", "B HV V")), {},

@@ -306,6 +306,8 @@ def test_state_is_measured_whole(mixer):
     own[name] += 4 * 16  # the curvature
   own["momentum_deltanet"] += memory
   own["mesanet"] += 4 * 16 * 16  # the keys' own matrix
+  for name in ("log_linear_mamba2", "log_linear_gdn"):  # a state for each of 4 bits of a position
+    own[name] += 3 * memory + 4
   own["mamba3"] = memory + 4 * (4 + 16 + 64)  # angles, and the last token's key and value
   own["rwkv6"] = own["rwkv7"] = memory + 4 * 64  # the token before
   sizes = measure(small_run(mixer=mixer))

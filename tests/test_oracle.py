@@ -38,6 +38,7 @@ GATES = (
   "log_alpha",
   "log_mu",
   "eta",
+  "level_scales",
 )
 
 
@@ -144,6 +145,7 @@ ADAPTERS = {
     "momentum_delta_rule-head", _rename(log_alpha="g", log_mu="g_momentum")
   ),
   "mesa_net": Adapter("mesa-head", _rename(lamb="ridge")),
+  "log_linear_attn": Adapter("log_linear_attention-head"),
   "delta_product_nogate": Adapter("delta_product-none", _in_steps),
   "gated_delta_product": Adapter("delta_product-head", _in_steps),
   "gated_oja_rule": Adapter("gated_oja-channel", _rename(gv="g")),
@@ -347,6 +349,8 @@ def run(name: str, impl: str, dtype: str, stacked: bool) -> dict[str, np.ndarray
     own = {k: heads_of(x, 0, group[0], heads) if stacked else ... for k, x in shared.items()}
     rows |= {k: layout.shared(x[own[k]], base[k].shape) for k, x in shared.items()}
     state_cts = ()
+    if case.stateful and not states:  # the file says nothing about states
+      state_cts = rows["initial_state"] = jax.tree.map(np.zeros_like, base["initial_state"])
     if states:
       like = [shape(x) for x in jax.tree.leaves(base["initial_state"])]
       first = [

@@ -64,6 +64,11 @@ STEPS = {  # op: arguments with an axis T, others, first state
   "mesa": (
     QKV | dict(beta=strength(B, T, HV), g=PER_HEAD), dict(ridge=strength(H, K)), (np.tile(np.eye(K), (B, HV, 1, 1)), S),
   ),
+  "log_linear_attention": (
+    QKV | dict(g=PER_HEAD, level_scales=strength(B, T, HV, 5), beta=strength(B, T, HV)),
+    {},
+    (normal(B, HV, 4, K, V), np.array([3.0, 13.0])),
+  ),
   "mamba3": (
     QKV | dict(g=PER_HEAD, dt=strength(B, T, HV), trapezoid=strength(B, T, HV)), {}, (S, normal(B, H, K), normal(B, HV, V)),
   ),

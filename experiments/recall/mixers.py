@@ -71,6 +71,17 @@ def cosformer(s: Sizes) -> Callable:
   return matrix_state(L.CosFormer, max_length=s.length)(s)
 
 
+def log_linear(layer: Callable) -> Callable:
+  """Gives a layer with levels as many of them as the longest row needs."""
+  return lambda s: matrix_state(layer, has_output_gate=True, max_length=s.length)(s)
+
+
+def log_linear_mamba2(s: Sizes) -> Callable:
+  """Makes the heads as wide as the values, and the state dimension as wide as the keys."""
+  widths = dict(num_heads=s.num_heads, head_dim=s.value_width, state_dim=s.key_width)
+  return functools.partial(L.LogLinearMamba2, s.d_model, **widths, max_length=s.length)
+
+
 def hgrn(s: Sizes) -> Callable:
   """Makes the state as wide as the values of all heads, since HGRN has no keys."""
   width = s.num_heads * s.value_width
@@ -154,6 +165,8 @@ MIXERS: dict[str, Mixer] = {
     "Momentum DeltaNet", matrix_state(L.MomentumDeltaNet, has_output_gate=True)
   ),
   "mesanet": Mixer("MesaNet", matrix_state(L.MesaNet, has_output_gate=True)),
+  "log_linear_mamba2": Mixer("log-linear Mamba-2", log_linear_mamba2),
+  "log_linear_gdn": Mixer("log-linear Gated DeltaNet", log_linear(L.LogLinearGatedDeltaNet)),
   "qdelta": Mixer("Q-Delta", matrix_state(L.QDelta, has_output_gate=True)),
   "mlstm": Mixer("mLSTM", matrix_state(L.MLSTM, has_output_gate=True)),
   "rwkv6": Mixer("RWKV-6", token_shift(L.RWKV6)),

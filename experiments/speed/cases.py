@@ -130,6 +130,11 @@ def _mesa(rng, c, T):
   return _gated(_delta, "head")(rng, c, T) | {"ridge": 0.25 + _sigmoid(rng, c.heads, c.width)}
 
 
+def _log_linear(rng, c, T):
+  scales = _sigmoid(rng, c.batch, T, c.heads, 1 + max(1, (T - 1).bit_length()))
+  return _gated(_qkv, "head")(rng, c, T) | {"level_scales": scales}
+
+
 def _mamba3(rng, c, T):
   x, shape = _qkv(rng, c, T), (c.batch, T, c.heads)
   gates = {"g": _log_decay(rng, *shape), "dt": _sigmoid(rng, *shape)}
@@ -209,6 +214,13 @@ OPS: dict[str, Op] = CORE | {
   ),
   "mesa": Op(
     lajax.mesa, _mesa, R.mesa_step, _matrix_size, meaning="solved exactly", untimed=("ridge",)
+  ),
+  "log_linear": Op(
+    lajax.log_linear_attention,
+    _log_linear,
+    R.log_linear_attention_step,
+    lambda c: 16 * _additive_size(c),
+    meaning="log-linear attention, one decay per head",
   ),
   "delta_product": Op(
     lajax.delta_product,

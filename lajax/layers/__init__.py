@@ -25,6 +25,7 @@ from lajax.layers.hgrn2 import HGRN2
 from lajax.layers.kimi_delta_attention import KimiDeltaAttention
 from lajax.layers.lightning import Lightning
 from lajax.layers.linear_attention import LinearAttention
+from lajax.layers.log_linear import LogLinearGatedDeltaNet, LogLinearMamba2
 from lajax.layers.mamba import Mamba
 from lajax.layers.mamba2 import Mamba2
 from lajax.layers.mamba3 import Mamba3
@@ -74,6 +75,8 @@ __all__ = [
   "LayerState",
   "Lightning",
   "LinearAttention",
+  "LogLinearGatedDeltaNet",
+  "LogLinearMamba2",
   "Mamba",
   "Mamba2",
   "Mamba3",

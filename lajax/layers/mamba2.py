@@ -107,7 +107,8 @@ class Mamba2(Mixer):
     self.num_groups, self.norm_groups = G, norm_groups
 
   def mix(self, p, memory, documents):
-    y, memory = self.ssd(p["u"], p["B"], p["C"], p["dt"], memory, documents)
+    op = self.op(p, memory)
+    y, memory = self.ssd(p["u"], p["B"], p["C"], p["dt"], memory, documents, op)
     y = self._normed(y * jax.nn.silu(widen(p["z"])))
     return y.astype(p["u"].dtype), memory
 
@@ -120,14 +121,16 @@ class Mamba2(Mixer):
     normed = l2_normalize(parts, self.norm.eps * parts.shape[-1]) * parts.shape[-1] ** 0.5
     return jax.lax.collapse(normed, 2) * aligned(self.norm.weight[...], y[..., 0])
 
-  def ssd(self, u, B, C, dt, memory, documents):
+  def op(self, p, memory):
+    """Returns the op of (C, B, values, log decay)."""
+    return linear_attention
+
+  def ssd(self, u, B, C, dt, memory, documents, op=linear_attention):
     """Returns S_t^T C_t + D u_t: u [B T H V], B, C [B T G K], dt [B T H] before its softplus."""
     u, dt = widen(u), widen(dt)
     dt = jax.nn.softplus(dt + aligned(self.dt_bias[...], dt))
     if self.dt_limits is not None:
       dt = jnp.clip(dt, *self.dt_limits)
     v, g = u * dt[..., None], -jnp.exp(aligned(self.A_log[...], dt)) * dt
-    o, memory = self.apply_op(
-      linear_attention, C, B, v, g, scale=1.0, memory=memory, documents=documents
-    )
+    o, memory = self.apply_op(op, C, B, v, g, scale=1.0, memory=memory, documents=documents)
     return o + aligned(self.D[...][:, None], u) * u, memory

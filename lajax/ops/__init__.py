@@ -22,6 +22,7 @@ from lajax.ops.delta import delta_product, delta_rule, dplr, gated_oja
 from lajax.ops.documents import loss_mask, segment_ids
 from lajax.ops.elementwise import linear_recurrence
 from lajax.ops.linear import linear_attention, mlstm, normalized_linear_attention
+from lajax.ops.log_linear import log_linear_attention
 from lajax.ops.mamba3 import mamba3
 from lajax.ops.mesa import mesa
 from lajax.ops.momentum import momentum_delta_rule
@@ -41,6 +42,7 @@ __all__ = [
   "gated_rms_norm",
   "linear_attention",
   "linear_recurrence",
+  "log_linear_attention",
   "loss_mask",
   "mamba3",
   "mesa",

@@ -13,16 +13,30 @@ from jaxtyping import Array
 
 
 class Affine(NamedTuple):
-  """The map S -> A S + B of a state S [K V]. A is a scalar, a diagonal [K], or a matrix [K K]."""
+  """The map S -> A S + B of a state S [K V].
 
-  A: Array
+  A is a scalar, a diagonal [K], a matrix [K K], or `Blocks` of these.
+  """
+
+  A: Any
   B: Array
+
+
+class Blocks(NamedTuple):
+  """A on each of N states that stand above each other, then sums of them: (sums x A) S."""
+
+  sums: Array  # [N N]
+  A: Any
+
+  @property
+  def T(self) -> "Blocks":
+    return Blocks(self.sums.T, self.A.T)
 
 
 class Chunk(NamedTuple):
   """Summary of C tokens: the state S before them becomes A S + B, and what they read is R S + O."""
 
-  A: Array
+  A: Any
   B: Array
   R: Any  # an array [C K], or whatever the rule's `respond` takes
   O: Array  # [C W]
@@ -245,8 +259,15 @@ def combine(first: Affine, second: Affine) -> Affine:
   return Affine(_times(second.A, first.A), apply(second, first.B))
 
 
-def _times(A: Array, X: Array) -> Array:
-  """A X, where A is a scalar, a diagonal or a matrix, and X a state or another A of that kind."""
+def _times(A: Any, X: Any) -> Any:
+  """A X, where A is of any kind of `Affine`, and X a state or another A of that kind."""
+  if isinstance(A, Blocks):
+    matmul = lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    if isinstance(X, Blocks):
+      return Blocks(matmul(A.sums, X.sums), _times(A.A, X.A))
+    N = len(A.sums)
+    each = jax.vmap(lambda x: _times(A.A, x))(X.reshape(N, -1, X.shape[-1]))
+    return matmul(A.sums, each.reshape(N, -1)).reshape(X.shape)
   if A.ndim == 2:
     return jnp.matmul(A, X, precision=lax.Precision.HIGHEST)
   return A.reshape(A.shape + (1,) * (X.ndim - A.ndim)) * X

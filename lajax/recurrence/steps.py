@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from lajax import _shapes
 from lajax._meshes import on_automatic_axes
-from lajax.recurrence import families, mamba3, mesa, momentum, preconditioned
+from lajax.recurrence import families, levels, mamba3, mesa, momentum, preconditioned
 from lajax.recurrence import family as rows
 from lajax.recurrence.family import Call, Family
 
@@ -397,6 +397,42 @@ def mesa_step(
   options = {"cg_steps": _shapes.check_positive("cg_steps", cg_steps)}
   arrays = dict(q=q, k=k, v=v, beta=beta, g=g, ridge=ridge)
   return _step(mesa.MESA, state, arrays, scale, options)
+
+
+def log_linear_attention_step(
+  state: tuple[Float[Array, "B HV L-1 K V"], Float[Array, "B"]],
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B HV V"],
+  g: Float[Array, "B HV"],
+  level_scales: Float[Array, "B HV L"],
+  beta: Float[Array, "B HV"] | None = None,
+  *,
+  scale: float | None = 1.0,
+) -> tuple[tuple[Float[Array, "B HV L-1 K V"], Float[Array, "B"]], Float[Array, "B HV V"]]:
+  """One token of `lajax.log_linear_attention`.
+
+      o = scale (sum_l level_scales^l S^l)^T q
+
+  Behind the token the levels that it fills join in the next one.
+
+  Args:
+    state: (S [B HV L-1 K V], position [B]), before the token.
+    q, k, v: [B H K], [B H K] and [B HV V].
+    g: [B HV], log decay (natural), <= 0.
+    level_scales: [B HV L], of the token itself and of L - 1 levels.
+    beta: [B HV], write strength of the delta rule; None for an additive state.
+    scale: factor of the output; None for K^-1/2.
+
+  Returns:
+    The state behind the token, in float32 (float64 if an input is), and o [B HV V] in v.dtype.
+
+  Raises:
+    ValueError: an argument has the wrong rank, size, dtype or value.
+  """
+  levels.check_levels("state", state, level_scales)
+  arrays = dict(q=q, k=k, v=v, g=g, level_scales=level_scales, beta=beta)
+  return _step(levels.LOG_LINEAR, state, arrays, scale)
 
 
 def linear_recurrence_step(
