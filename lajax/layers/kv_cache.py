@@ -14,11 +14,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from lajax._numerics import promoted
+from lajax._numerics import bits_of_half, promoted
 from lajax._shapes import check, check_positive
 from lajax.layers.mixer import Mixer
 from lajax.layers.parameters import wide_dtype, widen
 from lajax.layers.state import CallDocuments, LayerState
+from lajax.recurrence import attend
+from lajax.recurrence.cached_attention import attend_one
 
 Cache = tuple[Array, ...]  # each [B S HK ..]
 
@@ -137,6 +139,16 @@ class CachedMixer(Mixer):
       jnp.zeros((batch, size, *x.shape), y.dtype) for x, y in zip(self.cached, like, strict=True)
     )
 
+  def continued(self, memory: Cache, documents: CallDocuments) -> Cache:
+    """Returns the cache, empty in rows where the call begins a document.
+
+    Where no row does, it stays where it is: selecting would read and write all of it.
+    """
+    if documents.continues is None:
+      return memory
+    unchanged = lambda memory: memory
+    return jax.lax.cond(documents.continues.all(), unchanged, documents.continued, memory)
+
   def begin(self, new: Cache, documents: CallDocuments) -> Cache:
     """Returns the cache after a first call; its documents may be longer than `max_length`."""
     B, T = documents.position.shape
@@ -154,6 +166,32 @@ class CachedMixer(Mixer):
       check_room(documents.length, capacity)
     return _extend(cache, new, documents, bounded)
 
+  def attend_cached(
+    self,
+    q: Float[Array, "B T H K"],
+    keys: Cache,
+    values: Float[Array, "B S HK V"],
+    context: Context,
+    documents: CallDocuments,
+    **options: Any,
+  ) -> Float[Array, "B T H V"]:
+    """Returns `attend` of the call's queries over a context.
+
+    Args:
+      q: queries.
+      keys: arrays [B S HK ..] whose channels together are those of a key.
+      values: values.
+      context: of `extend`.
+      documents: of the call's tokens.
+      **options: `scale`, `window` and `sink` of `attend`.
+    """
+    options |= {"q_positions": documents.position, "k_positions": context.position}
+    options |= {"q_segments": context.q_document, "k_segments": context.document}
+    if q.shape[1] == 1 and self.cached_impl == "chunked":
+      return attend_one(q, keys, values, **options)
+    k = keys[0] if len(keys) == 1 else jnp.concatenate(keys, axis=-1)
+    return attend(q, k, values, impl=self.cached_impl, **options)
+
 
 @functools.partial(jax.jit, static_argnames="bounded")
 def _extend(cache: Cache, new: Cache, documents: CallDocuments, bounded: bool) -> Context:
@@ -162,10 +200,11 @@ def _extend(cache: Cache, new: Cache, documents: CallDocuments, bounded: bool) -
   if bounded:
     lost = (documents.position >= capacity) & (documents.length > capacity)[:, None]
   now = jnp.zeros_like(documents.position) if documents.ids is None else documents.ids
-  written = _write(cache, new, documents)
   if T == 1:  # the new token stands in the cache, in the place of one that it does not read
+    written = _write_one(cache, new, documents)
     position = _positions(documents.length, capacity)
     return Context(written, position, jnp.where(position < 0, -1, now), now, lost, written)
+  written = _write(cache, new, documents)
   both = [(old.astype(x.dtype), x) for old, x in zip(cache, _promoted(cache, new), strict=True)]
   arrays = tuple(jnp.concatenate(pair, axis=1) for pair in both)
   before = _positions(documents.carried, capacity)
@@ -201,6 +240,35 @@ def _write(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
   places = jnp.where(keep, documents.position % capacity, capacity)  # capacity: dropped
   rows = np.arange(B)[:, None]
   return tuple(c.at[rows, places].set(x, mode="drop") for c, x in zip(cache, new, strict=True))
+
+
+def _write_one(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
+  """The cache with the call's one token, which is written in place if the cache is donated.
+
+  Rows that begin a document are empty already: `CachedMixer.continued`.
+  """
+  B, capacity = cache[0].shape[:2]
+  places = documents.position[:, 0] % capacity
+  if documents.ids is not None:
+    places = jnp.where(documents.ids[:, 0] >= 0, places, capacity)  # capacity: dropped
+  rows = np.arange(B)
+  new = _promoted(cache, new)
+  set_one = lambda old, x: _set_rows(old.astype(x.dtype), x[:, 0], rows, places)
+  return tuple(map(set_one, cache, new))
+
+
+@jax.custom_jvp
+def _set_rows(cache: Array, new: Array, rows, places) -> Array:
+  """Writes new[b] to cache[rows[b], places[b]]; a place behind the end is left out."""
+  written = bits_of_half(cache).at[rows, places].set(bits_of_half(new), mode="drop")
+  return jax.lax.bitcast_convert_type(written, cache.dtype)
+
+
+@_set_rows.defjvp
+def _set_rows_jvp(primals, tangents):
+  cache, new, rows, places = primals
+  set_rows = lambda cache, new: cache.at[rows, places].set(new, mode="drop")
+  return jax.jvp(set_rows, (cache, new), tangents[:2])
 
 
 def check_room(length: Int[Array, "B"], capacity: int) -> None:
