@@ -18,7 +18,7 @@ from lajax._numerics import bits_of_half, promoted
 from lajax._shapes import check, check_positive
 from lajax.layers.mixer import Mixer
 from lajax.layers.parameters import wide_dtype, widen
-from lajax.layers.state import CallDocuments, LayerState
+from lajax.layers.state import CallDocuments, LayerState, kept_rows
 from lajax.recurrence import attend
 from lajax.recurrence.cached_attention import attend_one
 
@@ -144,10 +144,7 @@ class CachedMixer(Mixer):
 
     Where no row does, it stays where it is: selecting would read and write all of it.
     """
-    if documents.continues is None:
-      return memory
-    unchanged = lambda memory: memory
-    return jax.lax.cond(documents.continues.all(), unchanged, documents.continued, memory)
+    return memory if documents.continues is None else _kept(memory, documents.continues)
 
   def begin(self, new: Cache, documents: CallDocuments) -> Cache:
     """Returns the cache after a first call; its documents may be longer than `max_length`."""
@@ -255,6 +252,23 @@ def _write_one(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
   new = _promoted(cache, new)
   set_one = lambda old, x: _set_rows(old.astype(x.dtype), x[:, 0], rows, places)
   return tuple(map(set_one, cache, new))
+
+
+@jax.custom_jvp
+def _kept(cache: Cache, keep: Bool[Array, "B"]) -> Cache:
+  """Returns the cache with zeros in the rows that are not kept, in place if there are none.
+
+  A loop of no or one round. XLA's CPU compiler copies what a conditional returns, and not what a
+  loop carries.
+  """
+  more = lambda carry: carry[1]
+  empty = lambda carry: (kept_rows(carry[0], keep), jnp.zeros_like(carry[1]))
+  return jax.lax.while_loop(more, empty, (cache, ~keep.all()))[0]
+
+
+@_kept.defjvp
+def _kept_jvp(primals, tangents):
+  return jax.jvp(lambda cache: kept_rows(cache, primals[1]), primals[:1], tangents[:1])
 
 
 @jax.custom_jvp
