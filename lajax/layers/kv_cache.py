@@ -9,6 +9,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -21,6 +22,8 @@ from lajax.layers.parameters import wide_dtype, widen
 from lajax.layers.state import CallDocuments, LayerState, kept_rows
 from lajax.recurrence import attend
 from lajax.recurrence.cached_attention import attend_one
+
+MOST_SLICES = 32  # rows that one token is written to by a slice each
 
 Cache = tuple[Array, ...]  # each [B S HK ..]
 
@@ -244,13 +247,12 @@ def _write_one(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
 
   Rows that begin a document are empty already: `CachedMixer.continued`.
   """
-  B, capacity = cache[0].shape[:2]
+  capacity = cache[0].shape[1]
   places = documents.position[:, 0] % capacity
   if documents.ids is not None:
     places = jnp.where(documents.ids[:, 0] >= 0, places, capacity)  # capacity: dropped
-  rows = np.arange(B)
   new = _promoted(cache, new)
-  set_one = lambda old, x: _set_rows(old.astype(x.dtype), x[:, 0], rows, places)
+  set_one = lambda old, x: _set_rows(old.astype(x.dtype), x[:, 0], places)
   return tuple(map(set_one, cache, new))
 
 
@@ -272,17 +274,34 @@ def _kept_jvp(primals, tangents):
 
 
 @jax.custom_jvp
-def _set_rows(cache: Array, new: Array, rows, places) -> Array:
-  """Writes new[b] to cache[rows[b], places[b]]; a place behind the end is left out."""
-  written = bits_of_half(cache).at[rows, places].set(bits_of_half(new), mode="drop")
-  return jax.lax.bitcast_convert_type(written, cache.dtype)
+def _set_rows(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
+  """Writes new[b] to cache[b, places[b]]; a place behind the end is left out."""
+  few = not jax.export.is_symbolic_dim(cache.shape[0]) and cache.shape[0] <= MOST_SLICES
+  if few and cache.dtype.itemsize == 2:
+    return jax.lax.platform_dependent(cache, new, places, cpu=_set_slices, default=_scattered)
+  return _scattered(cache, new, places)
 
 
 @_set_rows.defjvp
 def _set_rows_jvp(primals, tangents):
-  cache, new, rows, places = primals
-  set_rows = lambda cache, new: cache.at[rows, places].set(new, mode="drop")
-  return jax.jvp(set_rows, (cache, new), tangents[:2])
+  cache, new, places = primals
+  return jax.jvp(lambda *arrays: _scattered(*arrays, places), (cache, new), tangents[:2])
+
+
+def _scattered(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
+  return cache.at[np.arange(cache.shape[0]), places].set(new, mode="drop")
+
+
+def _set_slices(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
+  """The same, by one slice per row: XLA's CPU compiler copies what a scatter of integers changes."""
+  bits, new = jax.lax.optimization_barrier((bits_of_half(cache), bits_of_half(new)))
+  for b in range(cache.shape[0]):
+    inside = places[b] < cache.shape[1]
+    start = (b, jnp.where(inside, places[b], 0), *(0 for _ in new.shape[1:]))
+    before = jax.lax.dynamic_slice(bits, start, (1, 1, *new.shape[1:]))
+    one = jnp.where(inside, new[b : b + 1, None], before)
+    bits = jax.lax.dynamic_update_slice(bits, one, start)
+  return jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(bits), cache.dtype)
 
 
 def check_room(length: Int[Array, "B"], capacity: int) -> None:

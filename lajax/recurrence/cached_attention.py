@@ -177,8 +177,8 @@ def _without_nonfinite(arrays: list[Float[Array, "B C HK Kn"]]) -> list[Array]:
 
 # --- products -------------------------------------------------------------------------------------
 #
-# Heads stand behind tokens in a cache. For a product per head, XLA's CPU compiler transposes a block,
-# or a whole cache. There one product for all heads takes the place of HK of them: the queries of a
+# Heads stand behind tokens in a cache. For a product per head, XLA on a CPU transposes a block, or
+# a whole cache. There one product for all heads takes the place of HK of them: the queries of a
 # head are zero at the channels of other heads.
 
 
