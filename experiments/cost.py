@@ -19,6 +19,19 @@ them in float32, 12.4 MB; in bfloat16 they would be 6.19 MB. 28 layers of softma
 
 Results go to `runs/cost/results.jsonl`, one line per model and length, written anew each time, with
 `memory.png` and `operations.png`. `--help` lists the flags.
+
+    python experiments/cost.py --measure
+
+times what the first command counts, on this machine: the next token behind 1k, 16k and 256k tokens,
+of stacks of four layers with two heads of 64 channels, in float32. The stacks are KDA, KDA with
+every fourth layer softmax attention, and softmax attention. The step is jitted, and its state is
+donated. No context is read: states and caches are random numbers, and the counters say how many
+tokens they stand for. It takes about a minute and 2 GiB.
+
+Expected: 256k tokens take KDA at most 1.1 times as long as 1k, since its state is the same; and the
+bytes of the arrays are those that `lajax.cost` computes, exactly.
+
+Results of this command go to `runs/cost/decode.jsonl`, with `decode.png`.
 """
 
 import dataclasses
@@ -33,6 +46,7 @@ from typing import Literal
 
 import before_jax  # isort: skip  # noqa: F401  # before jax
 import cli
+import decoding
 import jax.numpy as jnp
 from flax import nnx
 from matplotlib.figure import Figure
@@ -80,6 +94,7 @@ STACKS: dict[str, Stack] = {
   "kda_softmax": Stack("KDA, KDA, KDA, softmax", (kda, kda, kda, softmax)),
   "lightning_softmax": Stack("7 Lightning, softmax", (*(lightning,) * 7, softmax)),
   "griffin": Stack("Griffin, Griffin, local attention", (griffin, griffin, local)),
+  "kda": Stack("KDA", (kda,)),
   "gated_deltanet": Stack("Gated DeltaNet", (gated_deltanet,)),
   "mamba2": Stack("Mamba-2", (mamba2,)),
   "mamba": Stack("Mamba", (mamba,)),
@@ -102,12 +117,25 @@ class Config:
   """Tokens of context; the table shows the second and the last."""
   dtype: Literal["bfloat16", "float32"] = "bfloat16"
   """Dtype of projections and caches. States of recurrences are float32 in any case."""
+  measure: bool = False
+  """Time the next token behind each length, instead of counting. The other defaults are smaller."""
   out: pathlib.Path = pathlib.Path("runs", "cost")
   """Folder of the results."""
 
   @property
   def d_model(self) -> int:
     return self.num_heads * self.head_dim
+
+
+MEASURED = Config(
+  models=("kda", "kda_softmax", "softmax"),
+  layers=4,
+  num_heads=2,
+  head_dim=64,
+  lengths=(1_000, 16_000, 256_000),
+  dtype="float32",
+)
+FLAT = 1.1  # most that a linear stack's longest context may take, in units of the shortest
 
 
 def main() -> None:
@@ -117,9 +145,10 @@ def main() -> None:
   except ValueError as error:
     cli.fail(PROG, str(error))
   try:
-    run(config, Console(width=None if sys.stdout.isatty() else 180, highlight=False))
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    (measure if config.measure else run)(config, console)
   except KeyboardInterrupt as stop:
-    stop.add_note("A new start computes everything again, in seconds.")
+    stop.add_note("A new start computes everything again, in a minute at most.")
     raise
 
 
@@ -146,9 +175,34 @@ def run(config: Config, console: Console) -> None:
   console.print(f"{time.perf_counter() - started:.1f} seconds in all")
 
 
+def measure(config: Config, console: Console) -> None:
+  """Times decode steps, compares bytes, and writes lines, table and figure."""
+  started = time.perf_counter()
+  found = []
+  for name in config.models:
+    layers = decoding.make_layers(makers(config, name))
+    timings = decoding.time_stack(layers, config.d_model, config.lengths)
+    for length, timing in timings.items():
+      counted = cost(layers, length, prefill=False)
+      line = dict(task="decode", model=name, length=length, parameters=counted.parameters)
+      found.append(line | dataclasses.asdict(timing) | dict(expected_bytes=counted.carried.bytes))
+    del layers
+  path = config.out / "decode.jsonl"
+  write(path, [line | dict(config=settings(config), versions=versions()) for line in found])
+  lines = read(path)
+  console.print(measured_table(config, lines))
+  title = f"Time per token: {describe(config)}"
+  draw(lines, "milliseconds", title, config.out / "decode.png")
+  for held, text in measured_facts(config, lines):
+    console.print(f"{'as expected' if held else 'NOT AS EXPECTED'}: {text}")
+  console.print(f"{config.out}: decode.jsonl, decode.png")
+  console.print(f"{time.perf_counter() - started:.1f} seconds in all")
+
+
 def parse(arguments: Sequence[str]) -> Config:
   """Returns the configuration of a command line; a bad flag ends the program with one line."""
-  config = cli.parse(Config(), arguments, PROG)
+  default = MEASURED if "--measure" in arguments else Config()
+  config = cli.parse(default, arguments, PROG)
   try:
     cli.check_known(config, "models", tuple(STACKS))
     cli.check_at_least_one(config, "layers", "num_heads", "head_dim", "lengths")
@@ -159,10 +213,16 @@ def parse(arguments: Sequence[str]) -> Config:
 
 def stack(config: Config, name: str) -> list[nnx.Module]:
   """Makes the layers without values of parameters. Equal layers are one object: traced once."""
+  made = {
+    make: nnx.eval_shape(lambda make=make: make(nnx.Rngs(0))) for make in makers(config, name)
+  }
+  return [made[make] for make in makers(config, name)]
+
+
+def makers(config: Config, name: str) -> list[Callable[[nnx.Rngs], nnx.Module]]:
+  """Returns a function from random streams to a layer, for each layer of a stack."""
   dtype = jnp.dtype(config.dtype)
-  make = lambda layer: nnx.eval_shape(
-    lambda: layer(config)(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
-  )
+  make = lambda layer: lambda rngs: layer(config)(dtype=dtype, param_dtype=dtype, rngs=rngs)
   layers = STACKS[name].layers
   made = {layer: make(layer) for layer in layers}
   return [made[layer] for layer in itertools.islice(itertools.cycle(layers), config.layers)]
@@ -170,7 +230,6 @@ def stack(config: Config, name: str) -> list[nnx.Module]:
 
 def lines_of(config: Config, costs: dict[tuple[str, int], Cost]) -> list[dict]:
   """Returns one line of results for each model and length."""
-  settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
   lines = []
   for (model, length), found in costs.items():
     line = dict(task="cost", model=model, length=length, parameters=found.parameters)
@@ -178,8 +237,13 @@ def lines_of(config: Config, costs: dict[tuple[str, int], Cost]) -> list[dict]:
       size = getattr(found, part)
       line |= {f"{part}_numbers": size.numbers, f"{part}_bytes": size.bytes}
     line |= dict(decode_operations=found.decode, prefill_operations=found.prefill)
-    lines.append(line | dict(config=settings, versions=versions()))
+    lines.append(line | dict(config=settings(config), versions=versions()))
   return lines
+
+
+def settings(config: Config) -> dict:
+  """Returns the configuration as JSON has it."""
+  return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 # --- tables and figures, from the lines alone ---
@@ -213,6 +277,29 @@ def table(config: Config, lines: list[dict]) -> Table:
   return result
 
 
+def measured_table(config: Config, lines: list[dict]) -> Table:
+  first, last = min(config.lengths), max(config.lengths)
+  result = Table(title=f"Time per token: {describe(config)} (ms, and CPU ms of all cores)")
+  columns = ["model", "parameters"]
+  for length in config.lengths:
+    at = tokens(length)
+    columns += [f"carried at {at}", f"ms at {at}", "CPU ms"]
+  for column in [*columns, f"{tokens(last)} / {tokens(first)}"]:
+    result.add_column(column, justify="left" if column == "model" else "right")
+  for model in config.models:
+    of = {line["length"]: line for line in lines if line["model"] == model}
+    cells = [f"{of[first]['parameters']:,}"]
+    for length in config.lengths:
+      line = of[length]
+      cells += [
+        size(line["bytes"]),
+        f"{line['milliseconds']:.3f}",
+        f"{line['cpu_milliseconds']:.3f}",
+      ]
+    result.add_row(model, *cells, f"{of[last]['milliseconds'] / of[first]['milliseconds']:.2f}")
+  return result
+
+
 def size(count: int) -> str:
   """Formats bytes in decimal units."""
   for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -233,6 +320,7 @@ def tokens(length: int) -> str:
 LABELS = {
   "carried_bytes": "bytes carried from token to token",
   "decode_operations": "operations of the next token",
+  "milliseconds": "milliseconds of the next token",
 }
 
 
@@ -270,6 +358,30 @@ def facts(config: Config, lines: list[dict]) -> list[tuple[bool, str]]:
       part = found["kda_softmax"]["cache_bytes"]
       results.append((4 * part == cache, f"kda_softmax: {part / 1e6:.1f} MB of cache, a quarter"))
   return results
+
+
+def measured_facts(config: Config, lines: list[dict]) -> list[tuple[bool, str]]:
+  """Compares bytes with `lajax.cost`, and the time of linear stacks at the ends of the lengths."""
+  first, last = min(config.lengths), max(config.lengths)
+  results = []
+  for model in config.models:
+    of = {line["length"]: line for line in lines if line["model"] == model}
+    if of[first]["bytes"] == of[last]["bytes"] and first < last:
+      ratio = of[last]["milliseconds"] / of[first]["milliseconds"]
+      relation = "<=" if ratio <= FLAT else ">"
+      text = (
+        f"{model}: {tokens(last)} tokens take {ratio:.2f} {relation} {FLAT} times {tokens(first)}"
+      )
+      results.append((ratio <= FLAT, text))
+  differ = [line for line in lines if line["bytes"] != line["expected_bytes"]]
+  text = f"bytes of {len(lines)} states are those of lajax.cost"
+  if differ:
+    text = ", ".join(
+      f"{line['model']} at {tokens(line['length'])}: {line['bytes']:,} bytes, lajax.cost says"
+      f" {line['expected_bytes']:,}"
+      for line in differ
+    )
+  return [*results, (not differ, text)]
 
 
 if __name__ == "__main__":

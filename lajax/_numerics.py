@@ -49,6 +49,15 @@ def l2_normalize(x: Float[Array, "... D"], eps: float = 1e-6) -> Float[Array, ".
   return (wide * lax.rsqrt((wide * wide).sum(-1, keepdims=True) + eps)).astype(x.dtype)
 
 
+def bits_of_half(x: Array) -> Array:
+  """Returns half precision as integers, and other numbers as they are.
+
+  XLA's CPU compiler computes on half precision in float32, so that writing one slice of an array
+  would convert the whole array.
+  """
+  return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
 def vary_like(x: Array, *others) -> Array:
   """Returns x, varying over the mesh axes of `jax.shard_map` that `others` vary over.
 

@@ -46,6 +46,42 @@ def test_run_says_whether_the_figures_came_out(tmp_path):
   assert {path.name for path in out.iterdir()} == {"results.jsonl", "memory.png", "operations.png"}
 
 
+@pytest.mark.usefixtures("quick_compiles")
+def test_measured_bytes_are_those_of_cost(tmp_path, monkeypatch):
+  monkeypatch.setattr(experiment.decoding, "ROUNDS", 1)
+  monkeypatch.setattr(experiment.decoding, "SECONDS", 0)
+  small = ["--layers", "4", "--num-heads", "1", "--head-dim", "8", "--lengths", "9", "5"]
+  flags = ["--measure", "--models", "kda_softmax", *small, "--out", str(tmp_path)]
+  config = experiment.parse(flags)
+  text = io.StringIO()
+  experiment.measure(config, Console(file=text, width=200))
+  lines = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines()]
+  assert [line["length"] for line in lines] == [5, 9]
+  # three states [8 8], three convolutions of 3 tokens x (q, k, v), keys and values per token
+  sizes = [4 * (3 * 8 * 8 + 3 * 3 * 3 * 8 + 2 * n * 8) for n in (5, 9)]
+  assert [line["bytes"] for line in lines] == [line["expected_bytes"] for line in lines] == sizes
+  assert all(line["milliseconds"] > 0 for line in lines)
+  assert "as expected: bytes of 2 states are those of lajax.cost" in text.getvalue()
+  assert "NOT" not in text.getvalue()
+  assert (tmp_path / "decode.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(("last", "held"), [(1.09, True), (1.11, False)])
+def test_measured_facts(last, held):
+  """A stack whose bytes do not grow must take the same time at each length, within a tenth."""
+  times = {1_000: 1.0, 256_000: last}
+  line = dict(model="kda", bytes=8, expected_bytes=8)
+  lines = [line | dict(length=n, milliseconds=t) for n, t in times.items()]
+  config = experiment.Config(models=("kda",), lengths=tuple(times), measure=True)
+  (flat, text), (same, _) = experiment.measured_facts(config, lines)
+  assert (flat, same) == (held, True)
+  assert text.startswith(f"kda: 256k tokens take {last:.2f} {'<=' if held else '>'} 1.1 times 1k")
+  wrong = [dict(x, expected_bytes=9) for x in lines]
+  same, text = experiment.measured_facts(config, wrong)[-1]
+  assert not same
+  assert "kda at 1k: 8 bytes, lajax.cost says 9" in text
+
+
 def test_figures_have_titles_and_labels_in_words(tmp_path, monkeypatch):
   drawn = []
   monkeypatch.setattr(experiment, "save", lambda figure, path: drawn.append(figure))

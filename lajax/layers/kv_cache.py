@@ -9,16 +9,21 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from lajax._numerics import promoted
+from lajax._numerics import bits_of_half, promoted
 from lajax._shapes import check, check_positive
 from lajax.layers.mixer import Mixer
 from lajax.layers.parameters import wide_dtype, widen
-from lajax.layers.state import CallDocuments, LayerState
+from lajax.layers.state import CallDocuments, LayerState, kept_rows
+from lajax.recurrence import attend
+from lajax.recurrence.cached_attention import attend_one
+
+MOST_SLICES = 32  # rows that one token is written to by a slice each
 
 Cache = tuple[Array, ...]  # each [B S HK ..]
 
@@ -137,6 +142,13 @@ class CachedMixer(Mixer):
       jnp.zeros((batch, size, *x.shape), y.dtype) for x, y in zip(self.cached, like, strict=True)
     )
 
+  def continued(self, memory: Cache, documents: CallDocuments) -> Cache:
+    """Returns the cache, empty in rows where the call begins a document.
+
+    Where no row does, it stays where it is: selecting would read and write all of it.
+    """
+    return memory if documents.continues is None else _kept(memory, documents.continues)
+
   def begin(self, new: Cache, documents: CallDocuments) -> Cache:
     """Returns the cache after a first call; its documents may be longer than `max_length`."""
     B, T = documents.position.shape
@@ -154,6 +166,32 @@ class CachedMixer(Mixer):
       check_room(documents.length, capacity)
     return _extend(cache, new, documents, bounded)
 
+  def attend_cached(
+    self,
+    q: Float[Array, "B T H K"],
+    keys: Cache,
+    values: Float[Array, "B S HK V"],
+    context: Context,
+    documents: CallDocuments,
+    **options: Any,
+  ) -> Float[Array, "B T H V"]:
+    """Returns `attend` of the call's queries over a context.
+
+    Args:
+      q: queries.
+      keys: arrays [B S HK ..] whose channels together are those of a key.
+      values: values.
+      context: of `extend`.
+      documents: of the call's tokens.
+      **options: `scale`, `window` and `sink` of `attend`.
+    """
+    options |= {"q_positions": documents.position, "k_positions": context.position}
+    options |= {"q_segments": context.q_document, "k_segments": context.document}
+    if q.shape[1] == 1 and self.cached_impl == "chunked":
+      return attend_one(q, keys, values, **options)
+    k = keys[0] if len(keys) == 1 else jnp.concatenate(keys, axis=-1)
+    return attend(q, k, values, impl=self.cached_impl, **options)
+
 
 @functools.partial(jax.jit, static_argnames="bounded")
 def _extend(cache: Cache, new: Cache, documents: CallDocuments, bounded: bool) -> Context:
@@ -162,10 +200,11 @@ def _extend(cache: Cache, new: Cache, documents: CallDocuments, bounded: bool) -
   if bounded:
     lost = (documents.position >= capacity) & (documents.length > capacity)[:, None]
   now = jnp.zeros_like(documents.position) if documents.ids is None else documents.ids
-  written = _write(cache, new, documents)
   if T == 1:  # the new token stands in the cache, in the place of one that it does not read
+    written = _write_one(cache, new, documents)
     position = _positions(documents.length, capacity)
     return Context(written, position, jnp.where(position < 0, -1, now), now, lost, written)
+  written = _write(cache, new, documents)
   both = [(old.astype(x.dtype), x) for old, x in zip(cache, _promoted(cache, new), strict=True)]
   arrays = tuple(jnp.concatenate(pair, axis=1) for pair in both)
   before = _positions(documents.carried, capacity)
@@ -201,6 +240,68 @@ def _write(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
   places = jnp.where(keep, documents.position % capacity, capacity)  # capacity: dropped
   rows = np.arange(B)[:, None]
   return tuple(c.at[rows, places].set(x, mode="drop") for c, x in zip(cache, new, strict=True))
+
+
+def _write_one(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
+  """The cache with the call's one token, which is written in place if the cache is donated.
+
+  Rows that begin a document are empty already: `CachedMixer.continued`.
+  """
+  capacity = cache[0].shape[1]
+  places = documents.position[:, 0] % capacity
+  if documents.ids is not None:
+    places = jnp.where(documents.ids[:, 0] >= 0, places, capacity)  # capacity: dropped
+  new = _promoted(cache, new)
+  set_one = lambda old, x: _set_rows(old.astype(x.dtype), x[:, 0], places)
+  return tuple(map(set_one, cache, new))
+
+
+@jax.custom_jvp
+def _kept(cache: Cache, keep: Bool[Array, "B"]) -> Cache:
+  """Returns the cache with zeros in the rows that are not kept, in place if there are none.
+
+  A loop of no or one round. XLA's CPU compiler copies what a conditional returns, and not what a
+  loop carries.
+  """
+  more = lambda carry: carry[1]
+  empty = lambda carry: (kept_rows(carry[0], keep), jnp.zeros_like(carry[1]))
+  return jax.lax.while_loop(more, empty, (cache, ~keep.all()))[0]
+
+
+@_kept.defjvp
+def _kept_jvp(primals, tangents):
+  return jax.jvp(lambda cache: kept_rows(cache, primals[1]), primals[:1], tangents[:1])
+
+
+@jax.custom_jvp
+def _set_rows(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
+  """Writes new[b] to cache[b, places[b]]; a place behind the end is left out."""
+  few = not jax.export.is_symbolic_dim(cache.shape[0]) and cache.shape[0] <= MOST_SLICES
+  if few and cache.dtype.itemsize == 2:
+    return jax.lax.platform_dependent(cache, new, places, cpu=_set_slices, default=_scattered)
+  return _scattered(cache, new, places)
+
+
+@_set_rows.defjvp
+def _set_rows_jvp(primals, tangents):
+  cache, new, places = primals
+  return jax.jvp(lambda *arrays: _scattered(*arrays, places), (cache, new), tangents[:2])
+
+
+def _scattered(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
+  return cache.at[np.arange(cache.shape[0]), places].set(new, mode="drop")
+
+
+def _set_slices(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
+  """The same, by one slice per row: XLA's CPU compiler copies what a scatter of integers changes."""
+  bits, new = jax.lax.optimization_barrier((bits_of_half(cache), bits_of_half(new)))
+  for b in range(cache.shape[0]):
+    inside = places[b] < cache.shape[1]
+    start = (b, jnp.where(inside, places[b], 0), *(0 for _ in new.shape[1:]))
+    before = jax.lax.dynamic_slice(bits, start, (1, 1, *new.shape[1:]))
+    one = jnp.where(inside, new[b : b + 1, None], before)
+    bits = jax.lax.dynamic_update_slice(bits, one, start)
+  return jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(bits), cache.dtype)
 
 
 def check_room(length: Int[Array, "B"], capacity: int) -> None:

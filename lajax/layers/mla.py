@@ -11,7 +11,6 @@ from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated
 from lajax.layers.parameters import Linear, check_rotary, rotate
 from lajax.layers.state import CallDocuments
 from lajax.ops import attention
-from lajax.recurrence import attend
 
 
 class MLA(CachedMixer):
@@ -145,15 +144,5 @@ class MLA(CachedMixer):
     k_up, v_up = jnp.split(up, [self.head_dim], axis=-1)
     content, shared = jnp.split(q, [self.head_dim], axis=-1)
     q = jnp.concatenate([jnp.einsum("bthk,rhk->bthr", content, k_up), shared], axis=-1)
-    o = attend(
-      q,
-      jnp.concatenate([c, r], axis=-1),
-      c,
-      scale=self.scale,
-      q_positions=documents.position,
-      k_positions=context.position,
-      q_segments=context.q_document,
-      k_segments=context.document,
-      impl=self.cached_impl,
-    )
+    o = self.attend_cached(q, (c, r), c, context, documents, scale=self.scale)
     return jnp.einsum("bthr,rhv->bthv", o.astype(q.dtype), v_up)

@@ -10,7 +10,6 @@ from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated, key_
 from lajax.layers.parameters import GatedRMSNorm, check_rotary, rotate, widen
 from lajax.layers.state import CallDocuments
 from lajax.ops import attention
-from lajax.recurrence import attend
 
 
 class SoftmaxAttention(CachedMixer):
@@ -147,17 +146,7 @@ class SoftmaxAttention(CachedMixer):
   def _read(self, q, context: Context, documents: CallDocuments, options):
     """Outputs of the call's queries over cache and call together."""
     keys, values = context.arrays
-    o = attend(
-      q,
-      keys,
-      values,
-      q_positions=documents.position,
-      k_positions=context.position,
-      q_segments=context.q_document,
-      k_segments=context.document,
-      impl=self.cached_impl,
-      **options,
-    )
+    o = self.attend_cached(q, (keys,), values, context, documents, **options)
     return context.nan_if_lost(o.astype(q.dtype))
 
 

@@ -169,14 +169,16 @@ class CallDocuments(NamedTuple):
 
   def continued(self, state: Any) -> Any:
     """Returns arrays [B ...] of a state, with zeros in rows where the call begins a document."""
-    if self.continues is None:
-      return state
-    keep = self.continues
-    select = lambda s: jnp.where(keep.reshape(-1, *(1,) * (s.ndim - 1)), s, jnp.zeros((), s.dtype))
-    return jax.tree.map(select, state)
+    return state if self.continues is None else kept_rows(state, self.continues)
 
 
 register_by_index(CallDocuments)
+
+
+def kept_rows(state: Any, keep: Bool[Array, "B"]) -> Any:
+  """Returns arrays [B ...] with zeros in the rows that are not kept."""
+  select = lambda s: jnp.where(keep.reshape(-1, *(1,) * (s.ndim - 1)), s, jnp.zeros((), s.dtype))
+  return jax.tree.map(select, state)
 
 
 def follow(

@@ -51,6 +51,10 @@ class StatefulLayer(nnx.Module):
     """Returns what short convolutions carry before the first token of a computation in `dtype`."""
     return None
 
+  def continued(self, memory: Any, documents: CallDocuments) -> Any:
+    """Returns the memory of a state, zero in rows where the call begins a document."""
+    return documents.continued(memory)
+
   def check_memory(self, memory: Any, batch: int) -> Any:
     """Returns the memory of a state as JAX arrays; ValueError if it is not this layer's."""
     wanted = jax.eval_shape(lambda: self.init_memory(batch, jnp.float32))
@@ -132,7 +136,9 @@ def advance(
 ) -> tuple[Array, LayerState]:
   """Returns y and the state after the tokens x, whose documents are known; checks nothing."""
   dtype = computation_dtype(layer, x.dtype)
-  before = [None, None] if state is None else documents.continued([state.memory, state.conv])
+  before = [None, None]
+  if state is not None:
+    before = [layer.continued(state.memory, documents), documents.continued(state.conv)]
   y, *after = layer.advance(documents.blank_padding(x), before[0], before[1], documents)
   wanted = jax.eval_shape(
     lambda: [layer.init_memory(x.shape[0], dtype), layer.init_conv(x.shape[0], dtype)]

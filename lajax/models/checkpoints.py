@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from lajax._meshes import on_automatic_axes, spec_of
-from lajax._numerics import promoted
+from lajax._numerics import bits_of_half, promoted
 from lajax._shapes import check_dtype_option
 from lajax.models.config import ModelConfig
 from lajax.models.families import family_of, published_config, read_config
@@ -326,18 +326,11 @@ def _writer(**options):
   def write(array, part, index):
     starts = [*index, *(np.int32(0) for _ in part.shape)]
     piece = part.astype(array.dtype).reshape((1,) * index.shape[0] + part.shape)
-    written = jax.lax.dynamic_update_slice(_bits(array), _bits(piece), starts)
+    written = jax.lax.dynamic_update_slice(bits_of_half(array), bits_of_half(piece), starts)
     return jax.lax.bitcast_convert_type(written, array.dtype)
 
   on_any_mesh = on_automatic_axes(write, lambda array, *_: spec_of(array))
   return jax.jit(on_any_mesh, donate_argnums=0, **options)
-
-
-def _bits(x):
-  """Returns half precision as integers. XLA's CPU computes on it in float32, so that one slice of
-  an array would cost a conversion of the whole array.
-  """
-  return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 # --- writing --------------------------------------------------------------------------------------

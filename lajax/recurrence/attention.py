@@ -72,11 +72,16 @@ def partial_softmax(
   precision: lax.PrecisionLike = None,
 ) -> Partial:
   """Softmax over the keys that `mask` [... S] allows, before the division."""
-  m = lax.stop_gradient(jnp.max(jnp.where(mask, scores, NEGLIGIBLE), axis=-1))
-  m = jnp.maximum(m, NEGLIGIBLE)  # finite: a difference of maxima over no keys is 0, never NaN
-  p = jnp.where(mask, jnp.exp(jnp.where(mask, scores - m[..., None], 0.0)), 0.0)
+  m, p = softmax_weights(scores, mask)
   a = jnp.matmul(p, values, precision=precision)
   return Partial(m, p.sum(-1), a, jnp.broadcast_to(finite, m.shape))
+
+
+def softmax_weights(scores: Float[Array, "... S"], mask: Any) -> tuple[Array, Array]:
+  """Returns the maximum m of the scores that `mask` [... S] allows, and exp(scores - m) there."""
+  m = lax.stop_gradient(jnp.max(jnp.where(mask, scores, NEGLIGIBLE), axis=-1))
+  m = jnp.maximum(m, NEGLIGIBLE)  # finite: a difference of maxima over no keys is 0, never NaN
+  return m, jnp.where(mask, jnp.exp(jnp.where(mask, scores - m[..., None], 0.0)), 0.0)
 
 
 def merge(first: Partial, second: Partial) -> Partial:
@@ -289,7 +294,9 @@ def _attend(
   dtype, precision = accumulation_dtype(q, k, v, sink, log_forget), product_precision(q, k, v)
   (B, T, H, _), HK, V = q.shape, k.shape[2], v.shape[-1]
   by_key_head = lambda x: x.reshape(*x.shape[:2], HK, H // HK, *x.shape[3:])
-  queries, keys = _common(Placement(q_positions, q_segments), Placement(k_positions, k_segments))
+  queries, keys = in_one_dtype(
+    Placement(q_positions, q_segments), Placement(k_positions, k_segments)
+  )
   unscaled = q
   q, finite = finite_rows(by_key_head(q.astype(dtype) * jnp.asarray(scale, dtype)))
   o = IMPLEMENTATIONS[options.impl](
@@ -297,13 +304,13 @@ def _attend(
     Keys(k.astype(dtype), v.astype(dtype), keys),
     None if log_forget is None else by_key_head(log_forget.astype(dtype)),
     functools.partial(visible, causal=options.causal, window=options.window),
-    _start(sink, HK, H // HK, V, dtype),
+    before_any_key(sink, HK, H // HK, V, dtype),
     precision,
   )
   return isolate_cotangent(o.reshape(B, T, H, V).astype(v.dtype), unscaled)
 
 
-def _common(queries: Placement, keys: Placement) -> tuple[Placement, Placement]:
+def in_one_dtype(queries: Placement, keys: Placement) -> tuple[Placement, Placement]:
   """Both in one dtype, of 32 bits at least: differences of positions must not overflow."""
 
   def widest(x, y):
@@ -314,7 +321,7 @@ def _common(queries: Placement, keys: Placement) -> tuple[Placement, Placement]:
   return Placement(*(x for x, _ in pairs)), Placement(*(y for _, y in pairs))
 
 
-def _start(sink, HK: int, G: int, V: int, dtype) -> Partial:
+def before_any_key(sink, HK: int, G: int, V: int, dtype) -> Partial:
   """Partial [HK G] before any key: of nothing, or of the sink."""
   if sink is None:
     m = jnp.full((HK, G), NEGLIGIBLE, dtype)
@@ -326,7 +333,7 @@ def _start(sink, HK: int, G: int, V: int, dtype) -> Partial:
   return Partial(m, l, jnp.zeros((HK, G, V), dtype), jnp.ones((HK, G), bool))
 
 
-def _over_queries(start: Partial, B: int, T: int) -> Partial:
+def over_queries(start: Partial, B: int, T: int) -> Partial:
   """[HK G ..] -> [B HK G T ..]."""
   spread = lambda x: jnp.broadcast_to(x[None, :, :, None], (B, *x.shape[:2], T, *x.shape[2:]))
   return Partial(*map(spread, start))
@@ -355,7 +362,7 @@ def _block(
 def _recurrent(queries: Queries, keys: Keys, gates, mask: Mask, start: Partial, precision):
   """Reads all keys for one query after the other. Needs memory S per query in the making."""
   B, T = queries.q.shape[:2]
-  begin = _over_queries(start, B, 1)
+  begin = over_queries(start, B, 1)
   index = jnp.arange(keys.k.shape[1])
 
   def one(i):
@@ -434,7 +441,7 @@ def _query_blocks(implementation):
     key_size = size if gates is not None else min(BLOCK, keys.k.shape[1])
     key_blocks, query_blocks = _blocks(keys, key_size), _blocks(queries, size)
     sums = None if gates is None else _gate_sums(gates, size)
-    begin = _over_queries(start, B, size)
+    begin = over_queries(start, B, size)
     begin = jax.tree.map(lambda x: vary_like(x, queries, keys, gates), begin)
 
     def one(block):

@@ -1,0 +1,225 @@
+"""Softmax attention of one query per row over a cache, as decoding needs it.
+
+The cache is read where it stands: in blocks, each cut out once, and only those with a key that a
+query reads. Nothing of the cache's size is made.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from lajax._meshes import axes_of_letters, on_automatic_axes, spec_for
+from lajax._numerics import accumulation_dtype, product_precision, vary_like
+from lajax.recurrence.attention import (
+  BLOCK,
+  Partial,
+  Placement,
+  attend,
+  before_any_key,
+  finish,
+  finite_rows,
+  in_one_dtype,
+  merge,
+  over_queries,
+  reads_finite,
+  softmax_weights,
+  visible,
+)
+
+BLOCK_NUMBERS = 2**18  # of the keys of a block, which stay in a core's cache while they are used
+
+
+class _Inputs(NamedTuple):
+  """Arrays of a call."""
+
+  q: Float[Array, "B 1 H K"]
+  keys: tuple[Float[Array, "B S HK Kn"], ...]
+  v: Float[Array, "B S HK V"]
+  sink: Float[Array, "H"] | None
+  query_place: Placement  # [B 1]
+  key_place: Placement  # [B S]
+
+
+def attend_one(
+  q: Float[Array, "B 1 H K"],
+  keys: tuple[Float[Array, "B S HK Kn"], ...],
+  v: Float[Array, "B S HK V"],
+  *,
+  q_positions: Int[Array, "B 1"],
+  k_positions: Int[Array, "B S"],
+  q_segments: Int[Array, "B 1"],
+  k_segments: Int[Array, "B S"],
+  window: int | None = None,
+  sink: Float[Array, "H"] | None = None,
+  scale: float | None = None,
+) -> Float[Array, "B 1 H V"]:
+  """Returns `attend` of one query per row, causal, with the derivatives of `attend`.
+
+      o = attend(q, k, v, ...) ,  k = the arrays of `keys`, joined along their channels
+
+  Args:
+    q: [B 1 H K].
+    keys: arrays [B S HK Kn] whose channels together are the K channels of a key. Apart, so that
+      joining them does not copy a cache.
+    v: [B S HK V].
+    q_positions, k_positions, q_segments, k_segments: as in `attend`.
+    window, sink, scale: as in `attend`.
+
+  Returns:
+    o [B 1 H V] in v.dtype.
+  """
+  places = Placement(q_positions, q_segments), Placement(k_positions, k_segments)
+  return _attend_one(_Inputs(q, keys, v, sink, *places), window, scale)
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale"))
+def _attend_one(inputs: _Inputs, window: int | None, scale: float | None):
+  options = {"window": window, "scale": scale}
+
+  @jax.custom_jvp
+  def f(inputs: _Inputs):
+    return _read_blocks(inputs, **options)
+
+  @f.defjvp
+  def f_jvp(primals, tangents):
+    return jax.jvp(functools.partial(_attended, **options), primals, tangents)
+
+  def specs(inputs: _Inputs):
+    keys = [(k, "B S HK K") for k in inputs.keys]
+    arrays = [(inputs.q, "B T H K"), *keys, (inputs.v, "B S HK V"), (inputs.sink, "H")]
+    return spec_for("B T H V", axes_of_letters(*arrays))
+
+  return on_automatic_axes(f, specs)(inputs)
+
+
+def _attended(inputs: _Inputs, window: int | None, scale: float | None):
+  queries, keys = inputs.query_place, inputs.key_place
+  return attend(
+    inputs.q,
+    jnp.concatenate(inputs.keys, axis=-1),
+    inputs.v,
+    q_positions=queries.position,
+    k_positions=keys.position,
+    q_segments=queries.document,
+    k_segments=keys.document,
+    window=window,
+    sink=inputs.sink,
+    scale=scale,
+  )
+
+
+def _read_blocks(inputs: _Inputs, window: int | None, scale: float | None):
+  q, keys, v = inputs.q, inputs.keys, inputs.v
+  dtype = accumulation_dtype(q, *keys, v, inputs.sink)
+  precision = product_precision(q, *keys, v)
+  (B, _, H, K), (_, S, HK, V) = q.shape, v.shape
+  G = H // HK
+  query_place, key_place = in_one_dtype(inputs.query_place, inputs.key_place)
+  factor = jnp.asarray(K**-0.5 if scale is None else scale, dtype)
+  scaled, q_finite = finite_rows((q.astype(dtype) * factor).reshape(B, 1, HK, G, K))
+  widths = np.cumsum([k.shape[-1] for k in keys])
+  queries = [
+    _over_key_heads(part[:, 0])
+    for part in jnp.split(scaled, [int(n) for n in widths[:-1]], axis=-1)
+  ]
+  size = min(S, max(BLOCK, BLOCK_NUMBERS // (HK * max(K, V))))
+
+  def body(n, total: Partial) -> Partial:
+    start = jnp.minimum(n * size, S - size)  # the last block overlaps the one before
+    cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=1)
+    is_new = start + np.arange(size, dtype=np.int32) >= n * size
+    document = cut(key_place.document)
+    document = jnp.where(is_new[None], document, jnp.full((), -1, document.dtype))
+    mask = visible(query_place, Placement(cut(key_place.position), document), True, window)
+
+    def read(total: Partial) -> Partial:
+      arrays = [cut(x).astype(dtype) for x in (*keys, v)]
+      *k, values, k_finite = _without_nonfinite(arrays)
+      pairs = zip(queries, k, strict=True)
+      scores = sum(_scores(q, k, precision) for q, k in pairs)
+      m, p = softmax_weights(scores[:, :, :, None], mask[:, None, None])
+      a = _weighted_sum(p[:, :, :, 0], values, precision)[:, :, :, None]
+      finite = reads_finite(mask, q_finite, k_finite)
+      return merge(total, Partial(m, p.sum(-1), a, finite))
+
+    return lax.cond(mask.any(), read, lambda total: total, total)
+
+  begin = over_queries(before_any_key(inputs.sink, HK, G, V, dtype), B, 1)
+  begin = jax.tree.map(lambda x: vary_like(x, inputs), begin)
+  o = finish(lax.fori_loop(0, -(-S // size), body, begin))  # [B HK G 1 V]
+  return o.reshape(B, 1, H, V).astype(v.dtype)
+
+
+def _without_nonfinite(arrays: list[Float[Array, "B C HK Kn"]]) -> list[Array]:
+  """Returns arrays with zeros in rows that are not finite, and [B C HK]: whether all rows are.
+
+  A sum over tokens finds blocks that are all finite, nearly all of them, in one quick pass.
+  """
+  sums = [x.sum(axis=1) for x in arrays]
+  all_finite = functools.reduce(jnp.logical_and, [jnp.isfinite(s).all() for s in sums])
+
+  def cleaned(arrays):
+    pairs = [finite_rows(x) for x in arrays]
+    return [x for x, _ in pairs], functools.reduce(jnp.logical_and, [f for _, f in pairs])
+
+  def unchanged(arrays):
+    known = jnp.ones(arrays[0].shape[:3], bool)
+    return arrays, vary_like(known, arrays)
+
+  found, finite = lax.cond(all_finite, unchanged, cleaned, arrays)
+  return [*found, finite]
+
+
+# --- products -------------------------------------------------------------------------------------
+#
+# Heads stand behind tokens in a cache. For a product per head, XLA on a CPU transposes a block, or
+# a whole cache. There one product for all heads takes the place of HK of them: the queries of a
+# head are zero at the channels of other heads.
+
+
+def _over_key_heads(q: Float[Array, "B HK G K"]) -> Float[Array, "B HK G HK K"]:
+  """Returns the queries of each key head at its own channels, and zeros at those of others."""
+  own = np.eye(q.shape[1], dtype=bool)[None, :, None, :, None]
+  return jnp.where(own, q[:, :, :, None], jnp.zeros((), q.dtype))
+
+
+def _own_key_head(x: Float[Array, "B HK G HK K"]) -> Float[Array, "B HK G K"]:
+  """Returns what stands at each key head's own channels."""
+  own = np.eye(x.shape[1], dtype=bool)[None, :, None, :, None]
+  return jnp.where(own, x, jnp.zeros((), x.dtype)).sum(3)
+
+
+def _scores(
+  q: Float[Array, "B HK G HK K"], k: Float[Array, "B C HK K"], precision
+) -> Float[Array, "B HK G C"]:
+  B, HK, G, _, K = q.shape
+
+  def joined(q, k):
+    q, k = q.reshape(B, HK * G, HK * K), k.reshape(B, -1, HK * K)
+    return jnp.einsum("bnd,bsd->bns", q, k, precision=precision).reshape(B, HK, G, -1)
+
+  def by_head(q, k):
+    return jnp.einsum("bhgk,bshk->bhgs", _own_key_head(q), k, precision=precision)
+
+  return lax.platform_dependent(q, k, cpu=joined, default=by_head)
+
+
+def _weighted_sum(
+  p: Float[Array, "B HK G C"], v: Float[Array, "B C HK V"], precision
+) -> Float[Array, "B HK G V"]:
+  B, HK, G, C = p.shape
+
+  def joined(p, v):
+    p, v = p.reshape(B, HK * G, C), v.reshape(B, C, -1)
+    o = jnp.einsum("bns,bsd->bnd", p, v, precision=precision)
+    return _own_key_head(o.reshape(B, HK, G, HK, -1))
+
+  def by_head(p, v):
+    return jnp.einsum("bhgs,bshv->bhgv", p, v, precision=precision)
+
+  return lax.platform_dependent(p, v, cpu=joined, default=by_head)
