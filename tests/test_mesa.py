@@ -26,6 +26,7 @@ def gradient_of(cg_steps):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-5), ("float64", 1e-11)])
+@pytest.mark.slow
 def test_conjugate_gradients_meet_their_tolerance(dtype, bound):
   """30 steps against the exact solution: outputs, and all gradients, which are implicit."""
   arrays = cases.numbers("mesa-head", SHAPE, ("plain", "zero", "mixed"), dtype)
@@ -36,6 +37,7 @@ def test_conjugate_gradients_meet_their_tolerance(dtype, bound):
   assert max(jax.tree.leaves(errors)) < bound
 
 
+@pytest.mark.slow
 def test_too_few_steps_are_no_solution():
   arrays = cases.numbers("mesa-head", SHAPE, ("plain", "zero", "mixed"))
   (_, (few, _)), _ = gradient_of(2)(arrays, None)

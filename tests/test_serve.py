@@ -44,6 +44,7 @@ def test_requests_get_the_tokens_they_get_alone(name):
   assert stats.free_pages == stats.pages == (12 if name == "hybrid" else 0)
 
 
+@pytest.mark.slow
 def test_streams_interleave():
   """Iteration yields tokens as they come, and works for the other requests meanwhile."""
   engine = cases.engine("hybrid")

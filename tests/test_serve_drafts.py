@@ -101,6 +101,7 @@ def calls(monkeypatch):
   return counts
 
 
+@pytest.mark.slow
 def test_right_guesses_save_calls(calls):
   """Rows accept different numbers; a model that drafts for itself is always right."""
   options = OPTIONS["greedy"] | {"prefill_piece": 4, "draft_tokens": 3}
@@ -112,6 +113,7 @@ def test_right_guesses_save_calls(calls):
   assert 3 < len(calls) < 10
 
 
+@pytest.mark.slow
 def test_callback():
   """Gets whole columns, though rows accept different numbers of tokens."""
   columns = []

@@ -65,6 +65,7 @@ def test_decoding_takes_inputs_without_tokens():
   assert [(line["op"], line["position"]) for line in lines] == [("rwkv6", 3), ("rwkv6", 9)]
 
 
+@pytest.mark.slow
 def test_run_prints_figures_and_writes_lines(tmp_path):
   text = io.StringIO()
   out = tmp_path / "speed.jsonl"
