@@ -111,10 +111,16 @@ def test_bonus(dtype, packed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("case_id", "dtype"), [("mamba3-ranks", "float32"), ("mamba3-head", "bfloat16")]
+  ("case_id", "dtype"),
+  [
+    ("mamba3-ranks", "float32"),
+    ("mamba3-head", "bfloat16"),
+    ("preconditioned_delta_rule-channel", "float32"),
+    ("mesa-head", "float32"),
+  ],
 )
-def test_mamba3(case_id, dtype):
-  """Its linear attention runs on the same kernels; what stands around is plain jnp."""
+def test_families_that_compute_around_kernels(case_id, dtype):
+  """A part of them is a family with kernels; what stands around it is plain jnp."""
   assert not misses(case_id, BASE, dtype, True, cases.batch(CASES[case_id]))
 
 

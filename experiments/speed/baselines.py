@@ -108,25 +108,22 @@ def mesa(q, k, v, beta, g, ridge):
 
 
 def log_linear(q, k, v, g, level_scales):
-  """All pairs of tokens."""
   q, k, v, g, scales = _wide(q, k, v, g, level_scales)
-  T, L = scales.shape[1], scales.shape[-1]
-  i, j = np.arange(T)[:, None], np.arange(T)
-  level = np.vectorize(lambda n: min(int(n).bit_length(), L - 1))(i ^ j)
-  weights = jnp.take_along_axis(scales, jnp.asarray(level)[None, :, None], axis=3)
-  total = jnp.moveaxis(jnp.cumsum(g, axis=1), 1, 2)
-  decay = jnp.exp(jnp.where((i >= j)[None, None], total[..., None] - total[..., None, :], -jnp.inf))
-  scores = jnp.einsum("bihk,bjhk->bhij", q, k) * decay * jnp.moveaxis(weights, 1, 2)
-  buckets = jnp.zeros((*v.shape[:1], v.shape[2], L - 1, k.shape[-1], v.shape[-1]), v.dtype)
-  for n in range(L - 1):
-    inside = (T >> n & 1) * ((j >> n) == (T >> n) - 1)
-    kept = jnp.exp(total[..., -1:] - total) * jnp.asarray(inside, v.dtype)[None, None]
-    own = jnp.einsum("bhj,bjhk,bjhv->bhkv", kept, k, v)
-    buckets = buckets.at[:, :, n].set(own)
-  return jnp.einsum("bhij,bjhv->bihv", scores, v), (
-    buckets,
-    jnp.full(v.shape[:1], T % 2 ** (L - 1), v.dtype),
-  )
+  level = jnp.arange(1, scales.shape[-1])
+
+  def step(state, q, k, v, g, scales):
+    S, position = state
+    own, S = jnp.einsum("bhk,bhv->bhkv", k, v)[:, :, None], _decayed(S, g)
+    o = jnp.einsum("bhk,bhl,bhlkv->bhv", q, scales, jnp.concatenate([own, S], axis=2))
+    t = position[0].astype(jnp.int32)
+    to = jnp.minimum(lax.population_count(t ^ (t + 1)), len(level))
+    joins, joined = ((x)[None, None, :, None, None] for x in (level < to, level == to))
+    sums = own + jnp.where(joins, S, 0).sum(2, keepdims=True)
+    S = jnp.where(joins, 0, S) + jnp.where(joined, sums, 0)
+    return (S, (position + 1) % 2 ** len(level)), o
+
+  first = jnp.repeat(_zeros(k, v)[:, :, None], len(level), axis=2), jnp.zeros_like(g[:, 0, 0])
+  return over_tokens(step, first, q, k, v, g, scales)
 
 
 def mamba3(q, k, v, g, dt, trapezoid):
@@ -304,7 +301,7 @@ PLAIN: dict[str, dict[str, Baseline]] = {
   "preconditioned": {TOKEN_SCAN: Baseline(preconditioned)},
   "momentum": {TOKEN_SCAN: Baseline(momentum)},
   "mesa": {TOKEN_SCAN: Baseline(mesa)},
-  "log_linear": {QUADRATIC: Baseline(log_linear)},
+  "log_linear": {TOKEN_SCAN: Baseline(log_linear)},
   "mamba3": {TOKEN_SCAN: Baseline(mamba3)},
   "gdn2": {TOKEN_SCAN: Baseline(gdn2)},
   "delta_product": {TOKEN_SCAN: Baseline(delta_product)},

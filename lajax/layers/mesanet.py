@@ -66,7 +66,7 @@ class MesaNet(GatedDeltaMixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.ridge_bound = check_number("ridge_bound", ridge_bound, above=0)
+    self.ridge_bound = check_number("ridge_bound", ridge_bound, above=0.0)
     self.cg_steps = check_positive("cg_steps", cg_steps)
     super().__init__(
       d_model,

@@ -150,7 +150,7 @@ def _problem(call: Call) -> Problem:
   values = jnp.concatenate([weighted, beta[..., None] * v], axis=-1)
   return Problem(
     rule,
-    AdditiveTokens(solution, k, values, g),
+    AdditiveTokens(solution, spread(k) if call.by_kernels else k, values, g),
     jnp.concatenate([G, S], axis=-1),
     ids,
     lambda o: o[..., K:],

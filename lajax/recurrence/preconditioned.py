@@ -21,7 +21,7 @@ from lajax.recurrence.family import DECAY, MATRIX, QKV, Call, Family, Problem, f
 def options_of(base: float, eps: float, center: float) -> dict[str, float]:
   """Returns the family's options; ValueError for one that is out of its range."""
   return {
-    "base": check_number("base", base, above=0),
+    "base": check_number("base", base, above=0.0),
     "eps": check_not_negative("eps", eps),
     "center": check_number("center", center),
   }
