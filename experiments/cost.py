@@ -180,13 +180,12 @@ def measure(config: Config, console: Console) -> None:
   started = time.perf_counter()
   found = []
   for name in config.models:
-    layers = decoding.make_layers(makers(config, name))
+    layers = decoding.make_layers(layer_makers(config, name))
     timings = decoding.time_stack(layers, config.d_model, config.lengths)
     for length, timing in timings.items():
       counted = cost(layers, length, prefill=False)
       line = dict(task="decode", model=name, length=length, parameters=counted.parameters)
       found.append(line | dataclasses.asdict(timing) | dict(expected_bytes=counted.carried.bytes))
-    del layers
   path = config.out / "decode.jsonl"
   write(path, [line | dict(config=settings(config), versions=versions()) for line in found])
   lines = read(path)
@@ -213,13 +212,12 @@ def parse(arguments: Sequence[str]) -> Config:
 
 def stack(config: Config, name: str) -> list[nnx.Module]:
   """Makes the layers without values of parameters. Equal layers are one object: traced once."""
-  made = {
-    make: nnx.eval_shape(lambda make=make: make(nnx.Rngs(0))) for make in makers(config, name)
-  }
-  return [made[make] for make in makers(config, name)]
+  makers = layer_makers(config, name)
+  made = {make: nnx.eval_shape(lambda make=make: make(nnx.Rngs(0))) for make in makers}
+  return [made[make] for make in makers]
 
 
-def makers(config: Config, name: str) -> list[Callable[[nnx.Rngs], nnx.Module]]:
+def layer_makers(config: Config, name: str) -> list[Callable[[nnx.Rngs], nnx.Module]]:
   """Returns a function from random streams to a layer, for each layer of a stack."""
   dtype = jnp.dtype(config.dtype)
   make = lambda layer: lambda rngs: layer(config)(dtype=dtype, param_dtype=dtype, rngs=rngs)

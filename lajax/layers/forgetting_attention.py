@@ -118,21 +118,21 @@ class ForgettingAttention(CachedMixer):
     T, S, dtype = q.shape[1], k.shape[1], q.dtype
     empty = (context.position < 0)[..., None]  # inside an interval of sums: the gate is 0 there
     log_f = jnp.where(empty, jnp.zeros((), log_f.dtype), log_f[..., 0])
-    position, document, gates, scale = documents.position, context.q_document, log_f, None
     if T == 1:  # one query: the sum of the gates after each key is a bias of the key
-      (q, k), gates, scale = _with_bias(q, k, log_f), None, 1.0
-    else:
-      # The sums of gates run over cache and call together. So queries that read nothing stand in
-      # front, one for each of the cache's tokens: whole blocks of them cost nothing.
-      ahead = ((0, 0), (S - T, 0))
-      q = jnp.pad(q, (*ahead, (0, 0), (0, 0)))
-      position, document = jnp.pad(position, ahead), jnp.pad(document, ahead, constant_values=-1)
+      q, keys = _with_bias(q, k, log_f)
+      o = self.attend_cached(q, keys, v, context, documents, scale=1.0)
+      return context.nan_if_lost(o.astype(dtype))
+    # The sums of gates run over cache and call together. So queries that read nothing stand in
+    # front, one for each of the cache's tokens: whole blocks of them cost nothing.
+    ahead = ((0, 0), (S - T, 0))
+    q = jnp.pad(q, (*ahead, (0, 0), (0, 0)))
+    position = jnp.pad(documents.position, ahead)
+    document = jnp.pad(context.q_document, ahead, constant_values=-1)
     o = attend(
       q,
       k,
       v,
-      log_forget=gates,
-      scale=scale,
+      log_forget=log_f,
       q_positions=position,
       k_positions=context.position,
       q_segments=document,
@@ -147,7 +147,7 @@ def _with_bias(
 ):
   """Returns queries and keys with products q . k / sqrt K + the sum of the gates after the key.
 
-  They are wider by one channel for each of the G heads that share a key.
+  They are wider by one channel for each of the G heads that share a key. The keys are in two parts.
   """
   (B, S, HK, K), H = k.shape, q.shape[2]
   G, dtype = H // HK, promoted(q.dtype, k.dtype, log_f.dtype)
@@ -156,5 +156,4 @@ def _with_bias(
   bias = jnp.maximum(jnp.pad(after, ((0, 0), (0, 1), (0, 0))), NEGLIGIBLE).astype(dtype)
   q = q.astype(dtype) * K**-0.5
   pick = jnp.broadcast_to(np.tile(np.eye(G), (HK, 1)).astype(dtype), (B, 1, H, G))
-  keys = jnp.concatenate([k.astype(dtype), bias.reshape(B, S, HK, G)], axis=-1)
-  return jnp.concatenate([q, pick], axis=-1), keys
+  return jnp.concatenate([q, pick], axis=-1), (k.astype(dtype), bias.reshape(B, S, HK, G))

@@ -293,7 +293,7 @@ def _scattered(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
 
 
 def _set_slices(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
-  """The same, by one slice per row: XLA's CPU compiler copies what a scatter of integers changes."""
+  """The same, by one slice per row: a scatter of half precision copies the cache on a CPU."""
   bits, new = jax.lax.optimization_barrier((bits_of_half(cache), bits_of_half(new)))
   for b in range(cache.shape[0]):
     inside = places[b] < cache.shape[1]

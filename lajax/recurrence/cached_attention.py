@@ -31,8 +31,6 @@ from lajax.recurrence.attention import (
   visible,
 )
 
-BLOCK_NUMBERS = 2**18  # of the keys of a block, which stay in a core's cache while they are used
-
 
 class _Inputs(NamedTuple):
   """Arrays of a call."""
@@ -127,7 +125,7 @@ def _read_blocks(inputs: _Inputs, window: int | None, scale: float | None):
     _over_key_heads(part[:, 0])
     for part in jnp.split(scaled, [int(n) for n in widths[:-1]], axis=-1)
   ]
-  size = min(S, max(BLOCK, BLOCK_NUMBERS // (HK * max(K, V))))
+  size = min(S, BLOCK)
 
   def body(n, total: Partial) -> Partial:
     start = jnp.minimum(n * size, S - size)  # the last block overlaps the one before
