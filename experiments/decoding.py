@@ -83,7 +83,8 @@ def time_stack(
     steps[n] = int(np.clip(SECONDS / first, 1, min(MOST_STEPS, n)))
   for _ in range(ROUNDS):
     for n in lengths:
-      best[n] = tuple(map(min, zip(best[n], run(n), strict=True)))
+      (wall, cpu), (least_wall, least_cpu) = run(n), best[n]
+      best[n] = min(wall, least_wall), min(cpu, least_cpu)
   return {n: Timing(1e3 * best[n][0], 1e3 * best[n][1], sizes[n]) for n in lengths}
 
 

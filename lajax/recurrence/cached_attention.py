@@ -139,7 +139,8 @@ def _read_blocks(inputs: _Inputs, window: int | None, scale: float | None):
       arrays = [cut(x).astype(dtype) for x in (*keys, v)]
       *k, values, k_finite = _without_nonfinite(arrays)
       pairs = zip(queries, k, strict=True)
-      scores = sum(_scores(q, k, precision) for q, k in pairs)
+      parts = [_scores(q, k, precision) for q, k in pairs]
+      scores = functools.reduce(jnp.add, parts)
       m, p = softmax_weights(scores[:, :, :, None], mask[:, None, None])
       a = _weighted_sum(p[:, :, :, 0], values, precision)[:, :, :, None]
       finite = reads_finite(mask, q_finite, k_finite)
