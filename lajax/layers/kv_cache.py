@@ -289,7 +289,8 @@ def _set_rows(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
 @_set_rows.defjvp
 def _set_rows_jvp(primals, tangents):
   cache, new, places = primals
-  return jax.jvp(lambda *arrays: _scattered(*arrays, places), (cache, new), tangents[:2])
+  set_rows = lambda cache, new: _scattered(cache, new, places)
+  return jax.jvp(set_rows, (cache, new), tangents[:2])
 
 
 def _scattered(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
