@@ -173,7 +173,10 @@ class CachedMixer(Mixer):
     values: Float[Array, "B S HK V"],
     context: Context,
     documents: CallDocuments,
-    **options: Any,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sink: Float[Array, "H"] | None = None,
   ) -> Float[Array, "B T H V"]:
     """Returns `attend` of the call's queries over a context.
 
@@ -183,8 +186,9 @@ class CachedMixer(Mixer):
       values: values.
       context: of `extend`.
       documents: of the call's tokens.
-      **options: `scale`, `window` and `sink` of `attend`.
+      scale, window, sink: as in `attend`.
     """
+    options: dict[str, Any] = {"scale": scale, "window": window, "sink": sink}
     options |= {"q_positions": documents.position, "k_positions": context.position}
     options |= {"q_segments": context.q_document, "k_segments": context.document}
     if q.shape[1] == 1 and self.cached_impl == "chunked":
@@ -252,8 +256,8 @@ def _write_one(cache: Cache, new: Cache, documents: CallDocuments) -> Cache:
   if documents.ids is not None:
     places = jnp.where(documents.ids[:, 0] >= 0, places, capacity)  # capacity: dropped
   new = _promoted(cache, new)
-  set_one = lambda old, x: _set_rows(old.astype(x.dtype), x[:, 0], places)
-  return tuple(map(set_one, cache, new))
+  pairs = zip(cache, new, strict=True)
+  return tuple(_set_rows(old.astype(x.dtype), x[:, 0], places) for old, x in pairs)
 
 
 @jax.custom_jvp
@@ -285,8 +289,8 @@ def _set_rows(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:
 @_set_rows.defjvp
 def _set_rows_jvp(primals, tangents):
   cache, new, places = primals
-  of_places = lambda cache, new: _scattered(cache, new, places)
-  return jax.jvp(of_places, (cache, new), tangents[:2])
+  set_rows = lambda cache, new: _scattered(cache, new, places)
+  return jax.jvp(set_rows, (cache, new), tangents[:2])
 
 
 def _scattered(cache: Array, new: Array, places: Int[Array, "B"]) -> Array:

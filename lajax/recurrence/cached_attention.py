@@ -138,7 +138,8 @@ def _read_blocks(inputs: _Inputs, window: int | None, scale: float | None):
     def read(total: Partial) -> Partial:
       arrays = [cut(x).astype(dtype) for x in (*keys, v)]
       *k, values, k_finite = _without_nonfinite(arrays)
-      parts = [_scores(*pair, precision) for pair in zip(queries, k, strict=True)]
+      pairs = zip(queries, k, strict=True)
+      parts = [_scores(q, k, precision) for q, k in pairs]
       scores = functools.reduce(jnp.add, parts)
       m, p = softmax_weights(scores[:, :, :, None], mask[:, None, None])
       a = _weighted_sum(p[:, :, :, 0], values, precision)[:, :, :, None]
