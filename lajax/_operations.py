@@ -13,7 +13,8 @@ SUMS = ("reduce_sum", "cumsum")
 def operations(program: Jaxpr | ClosedJaxpr) -> int:
   """Counts multiplications and additions of floats: 2 M K N for a product of [M K] and [K N].
 
-  The body of a loop counts as often as it runs, a branch as much as its dearest side.
+  The body of a loop counts as often as it runs, a branch as much as its dearest side. Where the
+  sides are for platforms, the default one counts.
   """
   if isinstance(program, ClosedJaxpr):
     program = program.jaxpr
@@ -21,10 +22,10 @@ def operations(program: Jaxpr | ClosedJaxpr) -> int:
     raise ValueError(
       f"`program` must be a Jaxpr, as jax.make_jaxpr(f)(x) is; got {type(program).__name__}."
     )
-  return sum(_operations_of(eqn) for eqn in program.eqns)
+  return sum(_operations_of(eqn, program) for eqn in program.eqns)
 
 
-def _operations_of(eqn) -> int:
+def _operations_of(eqn, program: Jaxpr) -> int:
   name = eqn.primitive.name
   if name == "scan":
     return eqn.params["length"] * sum(map(operations, programs_inside(eqn)))
@@ -34,7 +35,8 @@ def _operations_of(eqn) -> int:
       "give the layer an `impl` without such a loop."
     )
   if name == "cond":
-    return max(map(operations, programs_inside(eqn)))
+    sides = list(map(operations, programs_inside(eqn)))
+    return sides[-1] if _chooses_a_platform(eqn, program) else max(sides)
   if name == "custom_linear_solve":  # its other programs are for derivatives
     return operations(eqn.params["jaxprs"].solve)
   inside = sum(map(operations, programs_inside(eqn)))
@@ -56,6 +58,14 @@ def _operations_of(eqn) -> int:
   if name in ARITHMETIC:
     return eqn.outvars[0].aval.size
   return inside + (eqn.invars[0].aval.size if name in SUMS else 0)
+
+
+def _chooses_a_platform(cond, program: Jaxpr) -> bool:
+  """Whether the side of a branch is chosen by `jax.lax.platform_dependent`."""
+  index = cond.invars[0]
+  return any(
+    eqn.primitive.name == "platform_index" and index in eqn.outvars for eqn in program.eqns
+  )
 
 
 def programs_inside(eqn) -> Iterator[Jaxpr]:
