@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import cost as experiment  # noqa: E402
 
 
+@pytest.mark.slow
 def test_run_says_whether_the_figures_came_out(tmp_path):
   text = io.StringIO()
   out = tmp_path / "new" / "cost"

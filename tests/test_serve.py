@@ -71,9 +71,8 @@ def poison(engine: Engine) -> None:
   engine._pool = pool
 
 
-@pytest.mark.parametrize(
-  "name", [pytest.param(n, marks=SLOW if n != "hybrid" else []) for n in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_leftovers_reach_nobody(name):
   """Slots and pages that are free hold NaN, before a request comes and beside running ones."""
   rng = np.random.default_rng(2)
