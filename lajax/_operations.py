@@ -61,7 +61,7 @@ def _operations_of(eqn, program: Jaxpr) -> int:
 
 
 def _chooses_a_platform(cond, program: Jaxpr) -> bool:
-  """Whether the side of a branch is chosen by `jax.lax.platform_dependent`."""
+  """Says whether the side of a branch is chosen by `jax.lax.platform_dependent`."""
   index = cond.invars[0]
   return any(
     eqn.primitive.name == "platform_index" and index in eqn.outvars for eqn in program.eqns

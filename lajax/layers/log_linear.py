@@ -22,7 +22,7 @@ def levels_for(max_length: int) -> int:
 
 
 class _Levels(Mixer):
-  """What both layers add: a scale per level, head and token, and a state of L - 1 levels."""
+  """Parts of both layers: a scale per level, head and token, and a state of L - 1 levels."""
 
   num_levels: int  # L; set before the projections are made
   memory_letters = "B HV L-1 K V", "B"

@@ -12,7 +12,7 @@ from lajax.ops import preconditioned_delta_rule
 
 
 class _Preconditioned(Mixer):
-  """What both layers add: the curvature A in the memory, and its two gates per head of the keys."""
+  """Parts of both layers: the curvature A in the memory, and its two gates per head of the keys."""
 
   memory_letters = "B HV K V", "B H K"
 

@@ -1,4 +1,4 @@
-"""What makes a family of recurrences a row of a table: a call, its problem, and how one is solved.
+"""A family of recurrences as a row of a table: a call, its problem, and how one is solved.
 
 A family turns the arguments of a call into a `Problem`: tokens of a rule with its first state, and
 the maps from the rule's results to the call's own. `lajax.ops` runs a problem over all tokens by an

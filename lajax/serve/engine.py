@@ -238,7 +238,7 @@ class Engine:
 
   @property
   def is_idle(self) -> bool:
-    """Whether all requests have ended, and all callbacks have got their tokens."""
+    """True if all requests have ended, and all callbacks have got their tokens."""
     return not self._unfinished and not self._news
 
   def run(self) -> None:
