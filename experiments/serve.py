@@ -12,8 +12,7 @@ line compares two ways to take a draft back: a second call from the kept state, 
 
 Expected on two CPU cores: with 16 slots at least 5 times the tokens per second of one by one, and
 the first token behind a known prefix at least 5 times earlier. All numbers of a run are measured
-in that run; other programs change them, and the ratios less. It took nine minutes on two cores that
-other programs used too.
+in that run; other programs change them, and the ratios less. It took six minutes on two cores.
 
 Results go to `runs/serve/results.jsonl`, written anew each time, with `serve.png`. `--help` lists
 the flags.
