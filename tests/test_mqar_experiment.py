@@ -121,6 +121,7 @@ def test_wrong_arguments_of_the_models_are_refused():
   faults += wrong.accepted(model.init_state, {}, "batch", wrong.COUNTS)
   tokens = jnp.zeros((2, 4), jnp.int32)
   faults += wrong.accepted(model, {}, "tokens", first_matrix((2, 4), jnp.int32))
+  faults += wrong.accepted(model, {}, "tokens", {"outside": tokens + 32, "negative": tokens - 1})
   ids = {kind: x for kind, x in wrong.matrices((2, 4), jnp.int32).items() if kind != "none"}
   faults += wrong.accepted(model, dict(tokens=tokens), "segment_ids", ids)
   states = {"number": 3, "text": "ab", "empty": [], "too many": model.init_state(2) * 2}

@@ -3,11 +3,11 @@
 import functools
 import json
 import logging
-import math
 import os
 import pathlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,14 @@ from lajax.models.config import ModelConfig
 from lajax.models.families import family_of, published_config, read_config
 from lajax.models.families.options import Options
 from lajax.models.language_model import LanguageModel
-from lajax.models.tables import Place, Tables, derived_tensors, places
+from lajax.models.tables import DerivedTensor, Place, Tables, derived_tensors, places
+from lajax.models.tensor_files import INDEX, SINGLE, TensorFiles
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 * 2**30  # of a file that `save` writes
 SHOWN = 12  # names in a message
 ChooseSharding = Callable[[str, tuple[int, ...]], Sharding | None]
 LOG = logging.getLogger("lajax.models")
+_FOLDERS: weakref.WeakKeyDictionary[LanguageModel, pathlib.Path] = weakref.WeakKeyDictionary()
 
 
 def from_config(
@@ -87,11 +88,11 @@ def load(
   folder = _local(folder)
   published = _published(folder)
   config, tables = read_config(published), _tables(published)
-  files = _Files(folder)
+  files = TensorFiles(folder)
   options = {"param_dtype": dtype or jnp.float32, "remat": remat}
   model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0), **options))
   found = list(places(model, tables))
-  derived = {name for name, _ in derived_tensors(model, tables)}
+  derived = {x.name for x in derived_tensors(model, tables)}
   _check_tensors(files, found, derived, tables, config)
   _say_left_out(_left_out(files, tables, config), folder)
   paths = {id(v): "/".join(map(str, p)) for p, v in nnx.iter_graph(model) if _is_variable(v)}
@@ -110,11 +111,16 @@ def load(
     if _is_variable(v):
       v.set_value(made[id(v)])
   model.param_dtype = jnp.dtype(model.embedding.dtype)
+  _FOLDERS[model] = folder
   return model
 
 
 def save(model: LanguageModel, folder: str | os.PathLike) -> None:
   """Writes config.json and the tensors of a model, bitwise as `load` read them.
+
+  Tensors that are computed from others (MiniMax's tables of decays) are copied from the folder that
+  the model was loaded from. They are computed again where that folder is gone, or where the others
+  have changed since; then they can differ in the last bit.
 
   Args:
     model: of any config. One that was not read from a config.json gets one that spells it out.
@@ -132,7 +138,7 @@ def save(model: LanguageModel, folder: str | os.PathLike) -> None:
   tables = _tables(published)
   found = list(places(model, tables))
   groups = list(_groups(found))
-  extra = dict(derived_tensors(model, tables))
+  extra = _derived_arrays(model, tables, found)
   if len(groups) == 1:
     _write(folder / SINGLE, groups[0], extra)
     return
@@ -157,12 +163,12 @@ def tensors(model: LanguageModel) -> dict[str, jax.ShapeDtypeStruct]:
     for name in place.tensors
   }
   kinds: dict[str, Any] = {}  # one layer's is computed for all
-  for name, compute in derived_tensors(model, tables):
-    kind = name.rsplit(".", 1)[-1]
+  for derived in derived_tensors(model, tables):
+    kind = derived.name.rsplit(".", 1)[-1]
     if kind not in kinds:
-      x = compute()
+      x = derived.compute()
       kinds[kind] = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    found[name] = kinds[kind]
+    found[derived.name] = kinds[kind]
   return found
 
 
@@ -211,67 +217,8 @@ def _local(folder: str | os.PathLike) -> pathlib.Path:
 # --- reading --------------------------------------------------------------------------------------
 
 
-class _Tensor(NamedTuple):
-  """The place of a tensor in a safetensors file."""
-
-  file: pathlib.Path
-  dtype: str
-  shape: tuple[int, ...]
-  offset: int
-
-
-class _Files:
-  """The tensors of a folder's safetensors files, by name.
-
-  Tensors are read and not mapped: the pages of a mapped file count as memory of the process.
-  """
-
-  def __init__(self, folder: pathlib.Path):
-    if (folder / INDEX).is_file():
-      names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    else:
-      names = [SINGLE]
-    self.tensors: dict[str, _Tensor] = {}
-    for name in names:
-      if not (folder / name).is_file():
-        raise FileNotFoundError(f"the checkpoint {folder} has no file {name}")
-      self.tensors |= _tensors_of(folder / name)
-
-  def shape(self, name: str) -> tuple[int, ...]:
-    return self.tensors[name].shape
-
-  def dtype(self, name: str) -> np.dtype:
-    dtype = self.tensors[name].dtype
-    if dtype not in DTYPES:
-      raise ValueError(f"the tensor {name} must be of {', '.join(DTYPES)}; got {dtype}.")
-    return jnp.dtype(DTYPES[dtype])
-
-  def read(self, name: str) -> np.ndarray:
-    x = self.tensors[name]
-    flat = np.fromfile(x.file, self.dtype(name), math.prod(x.shape), offset=x.offset)
-    return flat.reshape(x.shape)
-
-
-def _tensors_of(file: pathlib.Path) -> dict[str, _Tensor]:
-  """Returns the tensors of a file: 8 bytes with the length of its header, JSON, then numbers."""
-  with safetensors.safe_open(file, "np"):  # says what is wrong with a damaged file
-    pass
-  with file.open("rb") as stream:
-    length = int.from_bytes(stream.read(8), "little")
-    header = json.loads(stream.read(length))
-  header.pop("__metadata__", None)
-  start = 8 + length
-  return {
-    name: _Tensor(file, x["dtype"], tuple(x["shape"]), start + x["data_offsets"][0])
-    for name, x in header.items()
-  }
-
-
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
 def _check_tensors(
-  files: _Files, found: list[Place], derived: set[str], tables: Tables, config: ModelConfig
+  files: TensorFiles, found: list[Place], derived: set[str], tables: Tables, config: ModelConfig
 ) -> None:
   """ValueError that names the tensors which are missing, unknown or misshapen."""
   wanted = {name: place for place in found for name in place.tensors}
@@ -297,7 +244,7 @@ def _check_tensors(
     )
 
 
-def _left_out(files: _Files, tables: Tables, config: ModelConfig) -> dict[str, list[str]]:
+def _left_out(files: TensorFiles, tables: Tables, config: ModelConfig) -> dict[str, list[str]]:
   """Returns the tensors that the model leaves out, by the beginning of their names."""
   beginnings = tables.ignored + (("lm_head.",) if config.tied_head else ())
   found = {b: [name for name in files.tensors if name.startswith(b)] for b in beginnings}
@@ -352,10 +299,32 @@ def _bytes(place: Place) -> int:
   return sum(int(np.prod(shape)) * place.variables[0].dtype.itemsize for shape in place.shapes)
 
 
-def _write(
-  path: pathlib.Path, group: list[Place], derived: Mapping[str, Callable[[], np.ndarray]]
-) -> None:
-  arrays = {name: np.ascontiguousarray(compute()) for name, compute in derived.items()}
+def _derived_arrays(
+  model: LanguageModel, tables: Tables, found: list[Place]
+) -> dict[str, np.ndarray]:
+  """Returns the derived tensors by name: those of the model's folder where they still hold."""
+  derived = list(derived_tensors(model, tables))
+  folder = _FOLDERS.get(model)
+  try:
+    files = TensorFiles(folder) if derived and folder is not None else None
+  except (OSError, safetensors.SafetensorError):  # the folder is gone, or other files are there
+    files = None
+  sources = {x.source for x in derived}
+  now = {name: x for p in found if sources & {*p.tensors} for name, x in p.arrays().items()}
+
+  def of_folder(x: DerivedTensor) -> np.ndarray | None:
+    if files is None or not {x.name, x.source} <= files.tensors.keys():
+      return None
+    then = files.read(x.source)
+    same = then.dtype == now[x.source].dtype and np.array_equal(then, now[x.source])
+    return files.read(x.name) if same else None
+
+  copied = {x.name: of_folder(x) for x in derived}
+  return {x.name: x.compute() if (y := copied[x.name]) is None else y for x in derived}
+
+
+def _write(path: pathlib.Path, group: list[Place], derived: Mapping[str, np.ndarray]) -> None:
+  arrays = {name: np.ascontiguousarray(x) for name, x in derived.items()}
   for place in group:
     arrays |= {name: np.ascontiguousarray(x) for name, x in place.arrays().items()}
   safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})

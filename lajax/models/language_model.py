@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
@@ -28,6 +27,7 @@ from lajax.layers.state import follow
 from lajax.models.block import BlockState, Stack, rms_norm
 from lajax.models.config import ModelConfig, periods
 from lajax.models.moe import MixtureOfExperts
+from lajax.models.vocabulary import check_vocabulary
 
 ModelState = tuple[tuple[BlockState, ...], ...]  # [stack][place in its period][mixer]
 
@@ -192,7 +192,7 @@ class LanguageModel(nnx.Module):
       raise ValueError(
         "`tokens` must be [B T] with at least one token; got T = 0. Leave the call out."
       )
-    _check_vocabulary(tokens, segment_ids, self.config.vocab_size)
+    check_vocabulary(tokens, segment_ids, self.config.vocab_size)
     if state is not None:
       state = _check_state(self, state, sizes["B"])
       _check_caches(self, state, (sizes["B"], sizes["T"]), segment_ids)
@@ -319,20 +319,3 @@ def _check_caches(model: LanguageModel, state: ModelState, shape, segment_ids) -
   traced = [x for x in (layers[0].length, segment_ids) if isinstance(x, Tracer)] if room else []
   if room and not traced:
     check_room(follow(_first(state), shape, segment_ids).length, min(room))
-
-
-def _check_vocabulary(tokens, segment_ids, vocab_size: int) -> None:
-  """ValueError for a token outside the vocabulary, but at padding, where values can be seen."""
-  if isinstance(tokens, Tracer) or isinstance(segment_ids, Tracer):
-    return
-  if isinstance(tokens, jax.Array) and not tokens.is_fully_addressable:
-    return
-  ids = np.asarray(tokens)
-  outside = (ids < 0) | (ids >= vocab_size)
-  if segment_ids is not None and outside.any():
-    outside &= np.asarray(segment_ids) >= 0
-  if outside.any():
-    raise ValueError(
-      f"`tokens` must be in 0 .. vocab_size - 1 = {vocab_size - 1}; got {ids[outside][0]} and "
-      f"{int(outside.sum()) - 1} more outside. Mark padding by segment_ids of -1."
-    )

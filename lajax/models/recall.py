@@ -13,6 +13,7 @@ from lajax._numerics import promoted
 from lajax._shapes import check, check_given, check_rngs, check_whole
 from lajax.layers import LayerState, ShortConv
 from lajax.layers.parameters import Linear
+from lajax.models.vocabulary import check_vocabulary
 
 
 class GatedShortConv(nnx.Module):
@@ -99,7 +100,12 @@ class RecallModel(nnx.Module):
     *,
     segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T vocab_size"], list]:
-    """Returns the logits after every token, and the state after the last token."""
+    """Returns the logits after every token, and the state after the last token.
+
+    Raises:
+      ValueError: an argument has the wrong rank, size or dtype, or a token that is not padding is
+        outside the vocabulary. Tokens that are traced are not checked.
+    """
     x, state = self.hidden(tokens, state, segment_ids=segment_ids)
     return self.head(x), state
 
@@ -114,6 +120,7 @@ class RecallModel(nnx.Module):
     sizes = _check(tokens=(tokens, "B T", "int"))
     if segment_ids is not None:
       check({"B": sizes.B, "T": sizes.T}, segment_ids=(segment_ids, "B T", "int"))
+    check_vocabulary(tokens, segment_ids, self.vocab_size)
     count = len(self.layers)
     if state is not None and (not isinstance(state, list | tuple) or len(state) != count):
       got = len(state) if isinstance(state, list | tuple) else type(state).__name__

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -154,10 +154,12 @@ class Derived:
 
   Attributes:
     tensor: its name.
+    source: name of the tensor that it is computed from.
     compute: makes it from the module of one layer.
   """
 
   tensor: str
+  source: str
   compute: Callable[[Any], np.ndarray]
 
 
@@ -267,15 +269,24 @@ def layers(model: Any) -> Iterator[tuple[int, Any, int]]:
     first += period * stack.repeats
 
 
-def derived_tensors(model: Any, tables: Tables) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-  """Yields the derived tensors of a model by name, each with a function that computes it."""
+class DerivedTensor(NamedTuple):
+  """A derived tensor of one layer: its name, that of its source, and what computes it."""
+
+  name: str
+  source: str
+  compute: Callable[[], np.ndarray]
+
+
+def derived_tensors(model: Any, tables: Tables) -> Iterator[DerivedTensor]:
+  """Yields the derived tensors of a model."""
   for layer, block, repeat in layers(model):
     for mixer in block.mixers:
       for row in tables.derived.get(type(mixer), ()):
         graph, state = nnx.split(mixer)
         one = jax.tree.map(lambda p, r=repeat: _of_layer(p, r), state)
         compute = functools.partial(row.compute, nnx.merge(graph, one))
-        yield tables.prefix.format(layer=layer) + row.tensor, compute
+        prefix = tables.prefix.format(layer=layer)
+        yield DerivedTensor(prefix + row.tensor, prefix + row.source, compute)
 
 
 def _of_layer(p: Any, repeat: int) -> Any:

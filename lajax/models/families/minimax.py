@@ -122,9 +122,12 @@ def tables(c: Options) -> Tables:
     },
     derived={
       L.Lightning: [
-        Derived("self_attn.query_decay", lambda m: _decay(_slopes(m), n)[..., None]),
-        Derived("self_attn.key_decay", lambda m: _decay(_slopes(m), len(n) - n)[..., None]),
-        Derived("self_attn.diagonal_decay", lambda m: _decay(_slopes(m), n[:, None] - n)[None]),
+        Derived(f"self_attn.{name}_decay", "self_attn.slope_rate", compute)
+        for name, compute in (
+          ("query", lambda m: _decay(_slopes(m), n)[..., None]),
+          ("key", lambda m: _decay(_slopes(m), len(n) - n)[..., None]),
+          ("diagonal", lambda m: _decay(_slopes(m), n[:, None] - n)[None]),
+        )
       ]
     },
   )
