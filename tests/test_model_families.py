@@ -23,7 +23,7 @@ from model_cases import (
   oracle,
   worst,
 )
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import lajax
 from lajax.models import checkpoints
@@ -226,6 +226,29 @@ def test_decay_tables_are_computed_again_where_the_loaded_ones_do_not_hold(why, 
   assert tables
   for n in tables:
     np.testing.assert_allclose(ours[n], theirs[n] ** factor, rtol=1e-6)
+
+
+def test_experts_that_a_published_file_stacks_are_read_and_saved_as_they_were(tmp_path):
+  """The hub's Qwen 3.5 files hold two tensors for all experts of a layer."""
+  name = "qwen3_5_moe"
+  published, ours = tmp_path / "published", tmp_path / "ours"
+  shutil.copytree(oracle(name).folder, published)
+  tensors = load_file(published / "model.safetensors")
+  single = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+  matrices = {m.groups(): tensors.pop(n) for n in list(tensors) if (m := single.fullmatch(n))}
+  count = 1 + max(int(expert) for _, expert, _ in matrices)
+  for layer in {layer for layer, *_ in matrices}:
+    of = lambda part, layer=layer: [matrices[layer, str(e), part] for e in range(count)]
+    tensors[f"{layer}.down_proj"] = np.stack(of("down"))
+    tensors[f"{layer}.gate_up_proj"] = np.concatenate([of("gate"), of("up")], axis=1)
+  save_file(tensors, published / "model.safetensors", metadata={"format": "pt"})
+  model = lajax.models.load(published)
+  jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(loaded(name)))
+  lajax.models.save(model, ours)
+  saved = load_file(ours / "model.safetensors")
+  assert saved.keys() == tensors.keys() == lajax.models.tensors(model).keys()
+  for n, x in tensors.items():
+    np.testing.assert_array_equal(saved[n], x, err_msg=n)
 
 
 def test_loading_says_which_tensors_a_text_model_leaves_out(caplog):

@@ -7,7 +7,7 @@ import os
 import pathlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ FILE_BYTES = 4 * 2**30  # of a file that `save` writes
 SHOWN = 12  # names in a message
 ChooseSharding = Callable[[str, tuple[int, ...]], Sharding | None]
 LOG = logging.getLogger("lajax.models")
-_FOLDERS: weakref.WeakKeyDictionary[LanguageModel, pathlib.Path] = weakref.WeakKeyDictionary()
+# Of each loaded model: its folder, its config, and the tables of that folder's tensors.
+_SOURCES: weakref.WeakKeyDictionary[LanguageModel, "_Source"] = weakref.WeakKeyDictionary()
 
 
 def from_config(
@@ -87,8 +88,8 @@ def load(
   check_dtype_option("dtype", dtype)
   folder = _local(folder)
   published = _published(folder)
-  config, tables = read_config(published), _tables(published)
   files = TensorFiles(folder)
+  config, tables = read_config(published), _tables(published).fitting(files.tensors)
   options = {"param_dtype": dtype or jnp.float32, "remat": remat}
   model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0), **options))
   found = list(places(model, tables))
@@ -111,16 +112,20 @@ def load(
     if _is_variable(v):
       v.set_value(made[id(v)])
   model.param_dtype = jnp.dtype(model.embedding.dtype)
-  _FOLDERS[model] = folder
+  _SOURCES[model] = _Source(folder, config, tables)
   return model
 
 
 def save(model: LanguageModel, folder: str | os.PathLike) -> None:
   """Writes config.json and the tensors of a model, bitwise as `load` read them.
 
-  Tensors that are computed from others (MiniMax's tables of decays) are copied from the folder that
-  the model was loaded from. They are computed again where that folder is gone, or where the others
-  have changed since; then they can differ in the last bit.
+  The tensors have the names that they had in the folder from which `load` read this model. A copy
+  of a model (by `nnx.merge` or `nnx.clone`) does not know that folder: its tensors have the names
+  that transformers gives them, which differ for the experts of published Qwen 3.5 files.
+
+  Tensors that are computed from others (MiniMax's tables of decays) are copied from the folder.
+  They are computed again where it is gone, or where the others have changed since; then they can
+  differ in the last bit.
 
   Args:
     model: of any config. One that was not read from a config.json gets one that spells it out.
@@ -135,7 +140,7 @@ def save(model: LanguageModel, folder: str | os.PathLike) -> None:
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n")
-  tables = _tables(published)
+  tables = _tables_of(model, published)
   found = list(places(model, tables))
   groups = list(_groups(found))
   extra = _derived_arrays(model, tables, found)
@@ -156,7 +161,7 @@ def save(model: LanguageModel, folder: str | os.PathLike) -> None:
 
 def tensors(model: LanguageModel) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the tensors of the model's checkpoint by name; of an abstract model too."""
-  tables = _tables(published_config(model.config))
+  tables = _tables_of(model, published_config(model.config))
   found = {
     name: jax.ShapeDtypeStruct(place.tensor_shape, place.variables[0].dtype)
     for place in places(model, tables)
@@ -193,6 +198,18 @@ def _published(config: Any) -> dict[str, Any]:
 
 def _tables(published: Mapping[str, Any]) -> Tables:
   return family_of(published).tables(Options(published))
+
+
+class _Source(NamedTuple):
+  folder: pathlib.Path
+  config: ModelConfig
+  tables: Tables
+
+
+def _tables_of(model: LanguageModel, published: Mapping[str, Any]) -> Tables:
+  """Returns the tables by which a model was loaded, or those of its config."""
+  source = _SOURCES.get(model)
+  return source.tables if source and source.config is model.config else _tables(published)
 
 
 def _local(folder: str | os.PathLike) -> pathlib.Path:
@@ -304,9 +321,9 @@ def _derived_arrays(
 ) -> dict[str, np.ndarray]:
   """Returns the derived tensors by name: those of the model's folder where they still hold."""
   derived = list(derived_tensors(model, tables))
-  folder = _FOLDERS.get(model)
+  source = _SOURCES.get(model)
   try:
-    files = TensorFiles(folder) if derived and folder is not None else None
+    files = TensorFiles(source.folder) if derived and source is not None else None
   except (OSError, safetensors.SafetensorError):  # the folder is gone, or other files are there
     files = None
   sources = {x.source for x in derived}

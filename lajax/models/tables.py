@@ -16,7 +16,7 @@ where the module has none of its parameters (a bias, say).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -176,6 +176,7 @@ class Tables:
     names: of a layer's tensors where they depend on the layer: (its number, a name of the tables)
       -> the name after the prefix. None for the name itself.
     derived: tensors of mixers that are computed from others, by class.
+    other_parts: rows that some published files have in place of those of `parts`, by class.
   """
 
   model: Sequence[Row]
@@ -185,6 +186,18 @@ class Tables:
   ignored: tuple[str, ...] = ()
   names: Callable[[int, str], str] | None = None
   derived: Mapping[type, Sequence[Derived]] = dataclasses.field(default_factory=dict)
+  other_parts: Mapping[type, Sequence[Row]] = dataclasses.field(default_factory=dict)
+
+  def fitting(self, names: Iterable[str]) -> "Tables":
+    """Returns the tables of a checkpoint with these tensors, which chooses among `other_parts`."""
+    start = self.prefix.split("{layer}")[0]
+    inside = {n.removeprefix(start).partition(".")[2] for n in names if n.startswith(start)}
+    parts = dict(self.parts or {})
+    for kind, rows in self.other_parts.items():
+      own = {name for row in parts[kind] for name in row.tensors}
+      if inside & {name for row in rows for name in row.tensors} - own:
+        parts[kind] = rows
+    return dataclasses.replace(self, parts=parts) if self.other_parts else self
 
 
 @dataclasses.dataclass(frozen=True)

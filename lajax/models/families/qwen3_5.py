@@ -130,6 +130,7 @@ def tables(c: Options) -> Tables:
       MLP: swiglu("mlp."),
       MixtureOfExperts: moe_rows(),
     },
+    other_parts={MixtureOfExperts: moe_rows(stacked=True)},
     prefix=prefix + "layers.{layer}.",
     ignored=("model.visual.", "visual.", "mtp."),
   )
@@ -147,13 +148,24 @@ def attention_rows(c: Options) -> Sequence[Row]:
   ]
 
 
-def moe_rows() -> Sequence[Row]:
-  """Rows of a mixture of experts with a gated shared MLP."""
-  return [
-    *linear("mlp.gate", "router"),
+def moe_rows(stacked: bool = False) -> Sequence[Row]:
+  """Rows of a mixture of experts with a gated shared MLP.
+
+  Transformers writes three matrices per expert. The published Qwen 3.5 and 3.6 files have `stacked`
+  ones: two tensors for all experts of a layer.
+  """
+  one = [
     *experts("mlp.experts.{expert}.gate_proj.weight", "gate"),
     *experts("mlp.experts.{expert}.up_proj.weight", "up"),
     *experts("mlp.experts.{expert}.down_proj.weight", "down"),
+  ]
+  all_ = [
+    *experts("mlp.experts.gate_up_proj", "gate", "up"),
+    *experts("mlp.experts.down_proj", "down"),
+  ]
+  return [
+    *linear("mlp.gate", "router"),
+    *(all_ if stacked else one),
     *swiglu("mlp.shared_expert.", "shared."),
     *linear("mlp.shared_expert_gate", "shared_gate"),
   ]

@@ -45,6 +45,7 @@ def tables(c: Options) -> Tables:
       MLP: swiglu("mlp."),
       MixtureOfExperts: qwen3_5.moe_rows(),
     },
+    other_parts={MixtureOfExperts: qwen3_5.moe_rows(stacked=True)},
     ignored=("mtp.",),
   )
 
