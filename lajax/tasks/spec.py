@@ -58,7 +58,7 @@ class TaskSpec:
     Raises:
       ValueError: `changes` names an option that the task does not have.
     """
-    known = [name for name in inspect.signature(self.make).parameters][2:]
+    known = list(inspect.signature(self.make).parameters)[2:]
     wrong = sorted(set(changes or {}) - set(known))
     if wrong:
       raise ValueError(
