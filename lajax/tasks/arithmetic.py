@@ -44,8 +44,11 @@ def mod_arith(
     ValueError: a length or the modulus is out of range, or a flag is none.
 
   Example:
+    ((4) + (0)) is 4, whose token is 11.
+
     >>> inputs, targets, mask = mod_arith(jax.random.key(0), 1, length=10, brackets=True)
     >>> print(inputs, targets[mask])
+    [[ 5  5 11  6  1  5  7  6  6  4]] [11]
 
   Delétang et al., arXiv:2207.02098; xLSTM, arXiv:2405.04517; Grazzi et al., arXiv:2411.12537, train
   lengths 3 to 40, test lengths 40 to 256. With m = 5 there are 10 tokens, and 12 with brackets, as
@@ -161,8 +164,8 @@ def _solve(inputs: np.ndarray, config: Config) -> np.ndarray:
   names = ["", "+", "-", "*", "", "(", ")"][:first] + [str(digit) for digit in range(modulus)]
   answers = np.zeros_like(inputs)
   for row, out in zip(inputs, answers, strict=True):
-    at = list(row).index(EQUALS)
-    out[at] = first + eval("".join(names[token] for token in row[:at])) % modulus
+    at = list(row).index(EQUALS) if EQUALS in row else 0
+    out[at] = 0 if not at else first + eval("".join(names[token] for token in row[:at])) % modulus
   return answers
 
 

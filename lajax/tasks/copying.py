@@ -31,8 +31,11 @@ def palindrome(key, batch: int, *, vocab_size: int, length: int) -> Rows:
     ValueError: `vocab_size` is below 2, or `length` is odd or below 2.
 
   Example:
+    The word 4 7 4 3, the separator, and the word from its end but for the last symbol.
+
     >>> inputs, targets, mask = palindrome(jax.random.key(0), 1, vocab_size=10, length=8)
     >>> print(inputs, targets[mask])
+    [[4 7 4 3 0 3 4 7]] [3 4 7 4]
 
   Kimi Linear, arXiv:2510.26692, figure 4. The paper does not print the size of its vocabulary.
   """
@@ -69,8 +72,14 @@ def stack(key, batch: int, *, length: int, stacks: int = 64, symbols: int = 32) 
     ValueError: a size is no whole number of at least 1, or `length` is below 6.
 
   Example:
+    Stack 3 is pushed 7, 6 and 5; the pop gives 5.
+
     >>> inputs, targets, mask = stack(jax.random.key(0), 1, length=12, stacks=1, symbols=4)
     >>> print(inputs.reshape(4, 3), targets[mask])
+    [[1 3 7]
+     [1 3 6]
+     [1 3 5]
+     [2 3 5]] [5]
 
   Kimi Linear, arXiv:2510.26692, figure 4: 64 stacks. The number of symbols, and how the operations
   are drawn, are choices made here.
@@ -102,9 +111,12 @@ def selective_copy(key, batch: int, *, vocab_size: int, length: int, copies: int
     ValueError: `vocab_size` is below 3, or `length` is too small.
 
   Example:
+    The symbols 4, 1, 1 among blanks, then three markers 7.
+
     >>> inputs, targets, mask = selective_copy(
     ...   jax.random.key(0), 1, vocab_size=8, length=10, copies=3)
     >>> print(inputs, targets[mask])
+    [[0 4 0 0 1 1 0 7 7 7]] [4 1 1]
 
   Mamba, arXiv:2312.00752, section 4.1.1, which has V = 16, n = 16 and 4096 tokens before the
   markers.
@@ -190,11 +202,11 @@ def _solve_stack(inputs: np.ndarray, config: Config) -> np.ndarray:
   answers = np.zeros_like(inputs)
   for row, out in zip(inputs, answers, strict=True):
     contents: dict[int, list[int]] = {}
-    for t in range(0, len(row) - 2, 3):
-      operation, name, symbol = row[t : t + 3]
+    for t in range(0, len(row) - 1, 3):
+      operation, name, *symbol = row[t : t + 3]
       if operation == 1:
-        contents.setdefault(name, []).append(symbol)
-      else:
+        contents.setdefault(name, []).extend(symbol)
+      elif operation == 2:
         out[t + 1] = contents[name].pop()
   return answers
 

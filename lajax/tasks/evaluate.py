@@ -118,13 +118,13 @@ def stale_rate(
 @jax.jit
 def _count_stale(inputs, answers, targets, mask):
   """Counts over a scan of the positions j of keys: no array [B L L]."""
-  position = jnp.arange(inputs.shape[1])
+  position = jnp.arange(inputs.shape[1])[None]
 
   def seen_at(seen, j):
     key, value = inputs[:, j, None], inputs[:, j + 1, None]
     return seen | ((inputs == key) & (answers == value) & (position > j + 1)), None
 
-  seen = jax.lax.scan(seen_at, mask & False, position[:-1])[0]
+  seen = jax.lax.scan(seen_at, mask & False, position[0, :-1])[0]
   return (seen & mask & (answers != targets)).sum(dtype=jnp.int32)
 
 

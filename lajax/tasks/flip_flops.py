@@ -35,8 +35,11 @@ def flip_flop(key, batch: int, *, length: int) -> Rows:
     ValueError: `length` is odd or below 4.
 
   Example:
+    1 is written (2), bits are ignored (3), and 1 is read (4) twice.
+
     >>> inputs, targets, mask = flip_flop(jax.random.key(0), 1, length=12)
     >>> print(inputs, targets[mask])
+    [[2 1 4 1 3 1 3 0 3 1 4 1]] [1 1]
 
   Liu et al., arXiv:2306.00946, FFL(.8).
   """
@@ -73,8 +76,11 @@ def undo_flip_flop(key, batch: int, *, length: int, undos: int | None = None) ->
     ValueError: `length` is too small, or `undos` is no whole number of at least 1.
 
   Example:
+    1, 0 and 0 are written, two writes are undone (5), and 1 is left.
+
     >>> inputs, targets, mask = undo_flip_flop(jax.random.key(0), 1, length=12, undos=2)
     >>> print(inputs, targets[mask])
+    [[2 1 2 0 2 0 5 5 4 3 1 4]] [1 1]
 
   Zhou, arXiv:2604.05923, and its public generator: trained on lengths 1 to 50. Rows here all have
   one length; each read is scored, so shorter prefixes are trained too.

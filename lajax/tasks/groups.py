@@ -33,8 +33,11 @@ def parity(key, batch: int, *, length: int, scored: str = "all") -> Rows:
     ValueError: a size is no whole number of at least 1, or `scored` is neither of the two.
 
   Example:
+    The target changes at each 1.
+
     >>> inputs, targets, mask = parity(jax.random.key(0), 1, length=8)
     >>> print(inputs, targets)
+    [[1 0 0 1 1 1 1 0]] [[1 1 1 0 1 0 1 1]]
 
   Grazzi et al., arXiv:2411.12537, section 5.1, who score the last position.
   """
@@ -57,8 +60,11 @@ def modular(key, batch: int, *, modulus: int, length: int, scored: str = "all") 
     ValueError: a size is no whole number, too small or too large, or `scored` is wrong.
 
   Example:
+    The sums 2, 4, 5, 5, 5, 8, 10, 13 modulo 5.
+
     >>> inputs, targets, mask = modular(jax.random.key(0), 1, modulus=5, length=8)
     >>> print(inputs, targets)
+    [[2 2 1 0 0 3 2 3]] [[2 4 0 0 0 3 0 3]]
 
   Grazzi et al., arXiv:2411.12537: counting modulo m needs complex eigenvalues for m > 2.
   """
@@ -93,8 +99,11 @@ def group(
     ValueError: the group is unknown or has no swaps, a size is wrong, or an option is.
 
   Example:
+    The product 3, the rotation 120, stays through two identities; the swap 5, 210, makes it 2.
+
     >>> inputs, targets, mask = group(jax.random.key(0), 1, group="S3", length=8)
     >>> print(inputs, targets)
+    [[3 0 0 5 3 5 5 4]] [[3 3 3 2 5 0 5 2]]
 
   Word problems of Merrill et al., arXiv:2404.08819; the swaps of Grazzi et al., arXiv:2411.12537,
   and all elements of DeltaProduct, arXiv:2502.10297.

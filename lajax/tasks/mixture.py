@@ -47,9 +47,12 @@ def mqar_mixture(
     ValueError: a size is wrong for `mqar`, or `weights` are not positive numbers, one per size.
 
   Example:
+    A row of length 12 with two pairs: key 1 has the value 5, key 2 the value 4.
+
     >>> inputs, targets, mask = mqar_mixture(
     ...   jax.random.key(0), 1, vocab_size=8, sizes=((8, 1), (12, 2)), weights=(1, 3))
     >>> print(inputs, targets[mask])
+    [[1 5 2 4 0 0 0 0 1 0 2 0]] [5 4]
 
   Zoology, arXiv:2312.04927; the sizes are those of its public code.
   """

@@ -62,6 +62,13 @@ def mqar(
   Raises:
     ValueError: a size is not a whole number of at least 1, the row cannot be laid out (L is odd or
       less than 4K), the vocabulary has too few keys, or `filler`, `power` or `key` is wrong.
+
+  Example:
+    Key 1 has the value 4, and 2 the value 7; both are asked for, and the rest is blank.
+
+    >>> inputs, targets, mask = mqar(jax.random.key(0), 1, vocab_size=8, length=10, pairs=2)
+    >>> print(inputs, targets[mask])
+    [[1 4 2 7 1 0 0 0 2 0]] [4 7]
   """
   check_key("key", key)
   batch = check_whole("batch", batch)

@@ -44,9 +44,12 @@ def overwrite(
     ValueError: a size is no whole number, the row or the vocabulary is too small.
 
   Example:
+    Key 1 is written with 6, then 5, and key 4 with 7, then 9.
+
     >>> inputs, targets, mask = overwrite(
     ...   jax.random.key(0), 1, vocab_size=10, length=12, pairs=2)
     >>> print(inputs, targets[mask])
+    [[1 6 4 7 1 5 4 9 4 0 1 0]] [9 5]
   """
   check_key("key", key)
   batch = check_whole("batch", batch)
@@ -82,9 +85,12 @@ def noisy_recall(
     ValueError: a size is no whole number, the row or the vocabulary is too small.
 
   Example:
+    Key 2 has the value 3, and 1 the value 5; 6, 7 and 8 are noise.
+
     >>> inputs, targets, mask = noisy_recall(
     ...   jax.random.key(0), 1, vocab_size=6, length=12, pairs=2, noise_tokens=3)
     >>> print(inputs, targets[mask])
+    [[2 3 1 5 1 8 8 8 2 6 6 7]] [5 3]
 
   After the noisy recall of MAD, arXiv:2403.17844, which has noise tokens of their own too; here the
   queries follow all pairs, as in `mqar`, and the noise is not a fixed share.
@@ -121,9 +127,12 @@ def compositional(
     ValueError: a size is no whole number, the row, the alphabet or the vocabulary is too small.
 
   Example:
+    The key (2, 2) has the value 3, and (1, 1) the value 5.
+
     >>> inputs, targets, mask = compositional(
     ...   jax.random.key(0), 1, vocab_size=6, length=12, pairs=2, parts=2)
     >>> print(inputs, targets[mask])
+    [[2 2 3 1 1 5 2 2 0 1 1 0]] [3 5]
   """
   check_key("key", key)
   batch = check_whole("batch", batch)

@@ -40,8 +40,11 @@ def s3_pairs(
     ValueError: a size is no whole number, too small or too large, or an option is wrong.
 
   Example:
+    2, 3, 4 act on the second factor of S3, and 12, 18, 24 on the first.
+
     >>> inputs, targets, mask = s3_pairs(jax.random.key(0), 1, length=8)
     >>> print(inputs, targets)
+    [[ 2 18  3 12 24 18  4  3]] [[ 2 20 23 11 35 11  8 11]]
 
   Lee, arXiv:2606.07254: training length 8, test lengths up to 2^20, the last position scored. Which
   generators and which pairs, is a choice made here.
