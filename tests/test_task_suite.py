@@ -317,6 +317,14 @@ def test_expressions_have_their_lengths_and_digits():
     np.testing.assert_allclose(np.bincount(digits - digit) / len(digits), 0.2, atol=0.06)
 
 
+@pytest.mark.parametrize(("case", "names"), [("mod_arith", "_+-*=01234"),
+                                             ("mod_arith-brackets", "_+-*=()01234")])  # fmt: skip
+def test_values_are_those_of_python(case, names):
+  _, _, (inputs, targets, mask) = drawn(case)
+  for row, end, target in zip(inputs, mask.argmax(1), targets[mask], strict=True):
+    assert eval("".join(names[token] for token in row[:end])) % 5 == int(names[target])
+
+
 def test_grammar_gaps_and_noise():
   _, _, (inputs, _, mask) = drawn("selective_next")
   table = successors(40, 4, 0)

@@ -22,9 +22,10 @@ def mod_arith(
   Without brackets, digits and operators alternate, and * binds more than + and -. With brackets, an
   expression of n tokens is
 
-      d for n = 1 ;  - d for n = 2 ;  ( d ) for n = 3 ;  ( - d ) for n = 4 ;  ( a op b ) else
+  * d, -d, (d) or (-d) for n = 1, 2, 3 or 4, where d is a digit;
+  * (a op b) for n > 4, where the length of a is uniform in 1 … n-4, and b has the rest.
 
-  where the length of a is uniform in 1 … n-4 and b has the rest. Digits and operators are uniform.
+  Digits and operators are uniform.
 
   Args:
     key: a JAX random key.
@@ -158,15 +159,32 @@ def _finished(tokens, own, answer):
 
 
 def _solve(inputs: np.ndarray, config: Config) -> np.ndarray:
-  """Reads the expressions with Python's own parser."""
-  modulus, brackets = config.get("modulus", 5), config.get("brackets", False)
-  first = 7 if brackets else 5
-  names = ["", "+", "-", "*", "", "(", ")"][:first] + [str(digit) for digit in range(modulus)]
+  modulus, first = config.get("modulus", 5), 7 if config.get("brackets", False) else 5
   answers = np.zeros_like(inputs)
   for row, out in zip(inputs, answers, strict=True):
-    at = list(row).index(EQUALS) if EQUALS in row else 0
-    out[at] = 0 if not at else first + eval("".join(names[token] for token in row[:at])) % modulus
+    at = np.flatnonzero(row == EQUALS)
+    out[at] = [first + _value(row[:end].tolist(), first, modulus) for end in at]
   return answers
+
+
+def _value(tokens: list[int], first: int, modulus: int) -> int:
+  """Reads an expression from left to right: [total, product, operator, sign] per open bracket."""
+  frames, after_value = [[0, 0, PLUS, 1]], False
+  for token in tokens:
+    if token < EQUALS:
+      frames[-1][2 if after_value else 3] = token if after_value else -1
+      after_value = False
+    elif token == OPEN and first > OPEN:
+      frames.append([0, 0, PLUS, 1])
+    else:
+      value = sum(frames.pop()[:2]) if token == CLOSE and first > CLOSE else token - first
+      total, product, operator, sign = frames[-1]
+      if operator == TIMES:
+        frames[-1] = [total, product * sign * value % modulus, PLUS, 1]
+      else:
+        frames[-1] = [total + product, sign * value * (-1 if operator == MINUS else 1), PLUS, 1]
+      after_value = True
+  return sum(frames[0][:2]) % modulus
 
 
 def _vocabulary(config: Config) -> int:

@@ -6,6 +6,7 @@ smaller one.
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 
 def draw_bits(key, batch: int, *counts: int):
@@ -76,7 +77,7 @@ def power_law(bits, count: int, power, slots=None):
   return jax.lax.top_k(score, count)[1].astype(jnp.int32)
 
 
-def interleave(first, second=0):
+def interleave(first, second: ArrayLike = 0):
   """Joins [B N] and [B N] to [B 2N], alternately."""
   return jnp.stack([first, jnp.broadcast_to(second, first.shape)], -1).reshape(len(first), -1)
 
