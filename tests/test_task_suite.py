@@ -33,7 +33,6 @@ BATCH = 256
 # Changes of the defaults, and how much better than chance a reader of two tokens may be: the tasks
 # in which the first positions, or an instruction just before, give some answers away say how many.
 CASES = {
-  "mqar": ("mqar", {}, 0.06),
   "mqar_mixture": (
     "mqar_mixture", dict(vocab_size=64, sizes=((16, 2), (30, 6)), filler="noise"), 0.1,
   ),
@@ -131,7 +130,7 @@ def test_answers_are_uniform_over_the_possible_ones(case):
   assert abs(chi - freedom) < 5 * (2 * freedom) ** 0.5 + 5
 
 
-@pytest.mark.parametrize("case", ["mqar", "overwrite", "noisy_recall", "compositional",
+@pytest.mark.parametrize("case", ["overwrite", "noisy_recall", "compositional",
                                   "selective_copy"])  # fmt: skip
 def test_answers_stand_neither_at_nor_behind_their_query(case):
   _, _, (inputs, targets, mask) = drawn(case)
@@ -189,6 +188,10 @@ def test_mixture_holds_its_sizes():
   assert close(short.sum(), BATCH, 0.5)
   assert (inputs[short, 16:] == 0).all()
   assert (inputs[~short, 16:] != 0).any(0).all()
+  asked = (mask & (inputs == inputs[:, :1]))[short].argmax(1)  # where the first key is asked for
+  weights = np.arange(1, 7) ** (0.01 - 1)
+  for slot, p in enumerate(weights / weights.sum()):
+    assert close((asked == 4 + 2 * slot).sum(), len(asked), p)
 
 
 def test_overwritten_keys_are_interleaved():
@@ -278,6 +281,12 @@ def test_tables_are_groups(name, size):
   assert (np.sort(table, axis=1) == np.arange(size)).all()
   a, b, c = np.random.default_rng(0).integers(size, size=(3, 1000))
   np.testing.assert_array_equal(table[table[a, b], c], table[a, table[b, c]])
+
+
+def test_the_last_position_alone_is_scored():
+  _, _, (_, _, mask) = drawn("modular")
+  assert mask[:, -1].all()
+  assert mask.sum() == BATCH
 
 
 def test_swaps_are_swaps():
@@ -388,9 +397,12 @@ SMALLEST = [
 
 @pytest.mark.parametrize(("name", "changes"), SMALLEST, ids=str)
 def test_smallest_and_longest_rows_trace(name, changes):
-  task = TASKS[name].bind(changes)
-  length = changes.get("length", 4)
-  assert jax.eval_shape(lambda key: task(key, 1), jax.random.key(0))[0].shape == (1, length)
+  """The smallest with x64, where they are int32 too."""
+  small = TASKS[name].bind(changes)
+  with jax.enable_x64(True):
+    rows = jax.eval_shape(lambda key: small(key, 1), jax.random.key(0))
+  assert {x.shape for x in rows} == {(1, changes.get("length", 4))}
+  assert [x.dtype for x in rows] == [jnp.int32, jnp.int32, bool]
   if "sizes" in changes:
     changes = dict(changes, sizes=((2**20, 1),))
   else:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lajax._shapes import check_flag, check_key, check_whole
-from lajax.tasks.draws import below, draw_bits, place
+from lajax.tasks.draws import below, draw_bits, indices, place
 from lajax.tasks.spec import Config, Rows, TaskSpec
 
 PLUS, MINUS, TIMES, EQUALS, OPEN, CLOSE = 1, 2, 3, 4, 5, 6
@@ -91,7 +91,7 @@ def _flat(key, batch, length, shortest, modulus, multiply):
 
   before = jnp.pad(op, ((0, 0), (1, 0)), constant_values=PLUS)[:, :-1]
   zeros = jnp.zeros(batch, jnp.int32)
-  total, term = jax.lax.scan(read, (zeros, zeros), (before.T, digit.T, jnp.arange(count)))[0]
+  total, term = jax.lax.scan(read, (zeros, zeros), (before.T, digit.T, indices(count)))[0]
 
   tokens = jnp.stack([5 + digit, op], -1).reshape(batch, -1)
   tokens = jnp.pad(tokens, ((0, 0), (0, length % 2)))
@@ -107,7 +107,7 @@ def _brackets(key, batch, length, shortest, modulus, multiply):
   """
   of_length, of_cut, of_token = draw_bits(key, batch, 1, length, length)
   own = shortest + below(of_length, length - shortest + 1) - 1  # tokens of the whole expression
-  position = jnp.arange(length)[None]
+  position = indices(length)[None]
   digit, op = below(of_token, modulus), PLUS + below(of_token, 3 if multiply else 2)
   blank = jnp.zeros((batch, length), jnp.int32)
 
@@ -152,7 +152,7 @@ def _brackets(key, batch, length, shortest, modulus, multiply):
 
 def _finished(tokens, own, answer):
   """Puts "=" behind the first `own` [B 1] tokens, blanks behind it, and the answer [B] there."""
-  position = jnp.arange(tokens.shape[1])[None]
+  position = indices(tokens.shape[1])[None]
   mask = position == own
   inputs = jnp.where(position < own, tokens, jnp.where(mask, EQUALS, 0))
   return inputs, jnp.where(mask, answer[:, None], 0), mask

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lajax._shapes import check_key, check_whole
-from lajax.tasks.draws import below, draw_bits, place, power_law
+from lajax.tasks.draws import below, draw_bits, indices, place, power_law
 from lajax.tasks.spec import Config, Rows, TaskSpec
 
 
@@ -145,14 +145,14 @@ def _palindrome(key, batch, vocab_size, length):
 def _stack(key, batch, length, stacks, symbols):
   count = length // 3
   of_stack, of_sign, of_symbol = draw_bits(key, batch, count, count, count)
-  time = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, count))
+  time = jnp.broadcast_to(indices(count), (batch, count))
   # All operations of one stack side by side, in their order.
   name, time, sign, symbol = jax.lax.sort(
     [below(of_stack, stacks), time, 2 * below(of_sign, 2) - 1, below(of_symbol, symbols)],
     num_keys=2,
   )
   begins = jnp.concatenate([jnp.ones((batch, 1), bool), name[:, 1:] != name[:, :-1]], 1)
-  place_of = jnp.arange(count, dtype=jnp.int32)[None]
+  place_of = indices(count)[None]
   start = jax.lax.cummax(jnp.where(begins, place_of, 0), axis=1)
   walk = jnp.cumsum(sign, 1, dtype=jnp.int32)
   walk -= jnp.take_along_axis(walk - sign, start, 1)
@@ -178,7 +178,7 @@ def _selective_copy(key, batch, vocab_size, length, copies):
   of_symbol, of_position = draw_bits(key, batch, copies, length - copies)
   symbols = 1 + below(of_symbol, vocab_size - 2)
   position = jnp.sort(power_law(of_position, copies, 1.0), axis=1)  # power 1: uniform
-  marked = jnp.arange(length)[None] >= length - copies
+  marked = indices(length)[None] >= length - copies
   inputs = jnp.broadcast_to(jnp.where(marked, vocab_size - 1, 0), (batch, length))
   targets = jnp.zeros((batch, length), jnp.int32).at[:, length - copies :].set(symbols)
   return place(inputs.astype(jnp.int32), position, symbols), targets, targets > 0

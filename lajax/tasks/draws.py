@@ -19,6 +19,11 @@ def draw_bits(key, batch: int, *counts: int):
   return jnp.split(bits, ends, axis=1)
 
 
+def indices(count: int):
+  """Returns 0 … count-1 as int32, with and without x64."""
+  return jnp.arange(count, dtype=jnp.int32)
+
+
 def below(bits, bound):
   """Makes uniform numbers of 0 … bound-1. The bias of the remainder is below bound / 2^32."""
   return (bits % jnp.asarray(bound, jnp.uint32)).astype(jnp.int32)
@@ -52,7 +57,7 @@ def distinct(bits, size):
   or above the one put back moves up by one.
   """
   count = bits.shape[1]
-  order = jnp.arange(count)[None]
+  order = indices(count)[None]
   rank = below(bits, size - order)
 
   def put_back(i, number):
@@ -84,5 +89,5 @@ def interleave(first, second: ArrayLike = 0):
 
 def place(into, positions, values):
   """Writes values [B N] at positions [B N] of each row; a position of at least L is left out."""
-  rows = jnp.arange(len(into))[:, None]
+  rows = indices(len(into))[:, None]
   return into.at[rows, positions].set(values, mode="drop")

@@ -161,7 +161,7 @@ def _answered(model_fn, task: Task, key, rows: int, batch: int):
         f"`model_fn` must return logits [B L V] with [B L] = {tuple(inputs.shape)}; "
         f"got {tuple(logits.shape)}."
       )
-    yield inputs, jnp.asarray(logits).argmax(-1), targets, mask
+    yield inputs, jnp.asarray(logits).argmax(-1).astype(jnp.int32), targets, mask
 
 
 def _rows_of(task: Task, key, batch: int):

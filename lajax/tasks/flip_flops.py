@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lajax._shapes import check_key, check_whole
-from lajax.tasks.draws import below, choose, draw_bits, interleave, uniform
+from lajax.tasks.draws import below, choose, draw_bits, indices, interleave, uniform
 from lajax.tasks.spec import Config, Rows, TaskSpec
 
 # Tokens 0 and 1 are the bits.
@@ -99,7 +99,7 @@ def _flip_flop(key, batch, length):
   of_instruction, of_bit = draw_bits(key, batch, count, count)
   instruction = WRITE + choose(of_instruction, (P_WRITE, P_IGNORE, P_READ))  # in the tokens' order
   instruction = instruction.at[:, 0].set(WRITE).at[:, -1].set(READ)
-  bit, time = below(of_bit, 2), jnp.arange(count, dtype=jnp.int32)[None]
+  bit, time = below(of_bit, 2), indices(count)[None]
   last = jax.lax.cummax(jnp.where(instruction == WRITE, time, 0), axis=1)
   reads = instruction == READ
   bit = jnp.where(reads, jnp.take_along_axis(bit, last, 1), bit)
@@ -111,11 +111,12 @@ def _flip_flop(key, batch, length):
 def _undo(key, batch, length):
   of_instruction, of_bit = draw_bits(key, batch, length, length)
   # Edges between the parts of a uniform number: below the first ignore, then read, write, undo.
-  deep = jnp.array([P_IGNORE, P_IGNORE + P_READ, 1 - P_UNDO])
-  shallow = jnp.array([P_IGNORE, P_IGNORE + P_READ, 1.0])
+  row = functools.partial(jnp.array, dtype=jnp.float32)
+  deep = row([P_IGNORE, P_IGNORE + P_READ, 1 - P_UNDO])
+  shallow = row([P_IGNORE, P_IGNORE + P_READ, 1.0])
   # One token before the end, neither an ignored bit nor a write fits.
   read_first = P_READ / (P_READ + P_UNDO)
-  deep_end, shallow_end = jnp.array([0.0, read_first, read_first]), jnp.array([0.0, 1.0, 1.0])
+  deep_end, shallow_end = row([0.0, read_first, read_first]), row([0.0, 1.0, 1.0])
   names = jnp.array([IGNORE, READ, WRITE, UNDO], jnp.int32)
 
   def emit(carry, now):
@@ -131,15 +132,15 @@ def _undo(key, batch, length):
     return (height, (token == WRITE) | (token == IGNORE)), (token, height)
 
   begin = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
-  now = uniform(of_instruction).T, below(of_bit, 2).T, jnp.arange(length)
+  now = uniform(of_instruction).T, below(of_bit, 2).T, indices(length)
   tokens, heights = (x.T for x in jax.lax.scan(emit, begin, now)[1])
 
   # A read at a height gives the bit of the last write to that height.
-  time = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+  time = jnp.broadcast_to(indices(length), tokens.shape)
   _, time, token, bit = jax.lax.sort(
     [heights, time, tokens, jnp.roll(tokens, -1, axis=1)], num_keys=2
   )
-  order = jnp.arange(length, dtype=jnp.int32)[None]
+  order = indices(length)[None]
   last = jax.lax.cummax(jnp.where(token == WRITE, order, 0), axis=1)
   _, bit = jax.lax.sort([time, jnp.take_along_axis(bit, last, 1)], num_keys=1)
   reads = tokens == READ

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lajax._shapes import check_key, check_option, check_whole
-from lajax.tasks.draws import below, draw_bits
+from lajax.tasks.draws import below, draw_bits, indices
 from lajax.tasks.spec import Config, Rows, TaskSpec
 
 GROUPS = ("S3", "S4", "A5", "S5")
@@ -163,7 +163,7 @@ def check_words(key, batch, length, scored, least: int = 1) -> tuple[int, int]:
 
 def mask_of(batch, length, scored):
   first = 0 if scored == "all" else length - 1
-  return jnp.broadcast_to(jnp.arange(length) >= first, (batch, length))
+  return jnp.broadcast_to(indices(length) >= first, (batch, length))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

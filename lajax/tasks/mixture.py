@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lajax._shapes import check_key, check_number, check_whole
-from lajax.tasks.draws import below, choose, distinct, draw_bits, place, power_law
+from lajax.tasks.draws import below, choose, distinct, draw_bits, indices, place, power_law
 from lajax.tasks.mqar import check_mqar, mqar, mqar_chance
 from lajax.tasks.spec import Config, Rows, TaskSpec
 
@@ -91,12 +91,12 @@ def _mixture(key, batch, sizes, weights, filler, vocab_size, power):
   slots, half = max((n - 2 * k) // 2 for n, k in sizes), vocab_size // 2
   counts = (1, most, most, slots, length if filler == "noise" else 0)
   of_size, of_keys, of_values, of_slots, of_filler = draw_bits(key, batch, *counts)
-  own = jnp.array(sizes)[choose(of_size, weights)[:, 0]]
+  own = jnp.array(sizes, jnp.int32)[choose(of_size, weights)[:, 0]]
   own_length, own_pairs = own[:, :1], own[:, 1:]
   keys = 1 + distinct(of_keys, half - 1)
   values = half + distinct(of_values, vocab_size - half)
   slot = power_law(of_slots, most, power, (own_length - 2 * own_pairs) // 2)
-  order = jnp.arange(most)[None]
+  order = indices(most)[None]
   # Pairs beyond the row's own are placed at L, which leaves them out.
   written = jnp.where(order < own_pairs, 2 * order, length)
   asked = jnp.where(order < own_pairs, 2 * own_pairs + 2 * slot, length)
@@ -104,7 +104,7 @@ def _mixture(key, batch, sizes, weights, filler, vocab_size, power):
   inputs = place(place(place(blank, written, keys), written + 1, values), asked, keys)
   targets = place(blank, asked, values)
   if filler == "noise":
-    inside = jnp.arange(length)[None] < own_length
+    inside = indices(length)[None] < own_length
     inputs = jnp.where((inputs == 0) & inside, below(of_filler, vocab_size), inputs)
   return inputs, targets, targets > 0
 

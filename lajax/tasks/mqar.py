@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from lajax._shapes import check_key, check_number, check_whole
-from lajax.tasks.draws import below, distinct, draw_bits, interleave, power_law
+from lajax.tasks.draws import below, distinct, draw_bits, indices, interleave, power_law
 
 FILLERS = ("zeros", "noise")
 
@@ -128,9 +128,7 @@ def _rows(key, batch, length, pairs, filler, vocab_size, power):
   of_keys, of_values, of_slots, of_filler = draw_bits(key, batch, pairs, pairs, slots, noise)
   keys = 1 + distinct(of_keys, half - 1)
   values = half + distinct(of_values, vocab_size - half)
-  drawn = (
-    power_law(of_slots, pairs, power)[:, :, None] == jnp.arange(slots)[None, None]
-  )  # [B K slots]
+  drawn = power_law(of_slots, pairs, power)[:, :, None] == indices(slots)[None, None]  # [B K slots]
 
   # A slot's second token is never a query. These sums compile faster than a scatter of queries.
   def in_slots(x):

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from lajax._shapes import check_key, check_number, check_whole
-from lajax.tasks.draws import below, distinct, draw_bits, interleave, place, power_law, shuffled
+from lajax.tasks.draws import (
+  below,
+  distinct,
+  draw_bits,
+  indices,
+  interleave,
+  place,
+  power_law,
+  shuffled,
+)
 from lajax.tasks.mixture import one_of_pairs, read_back, solve_first, vocabulary_of
 from lajax.tasks.spec import Config, Rows, TaskSpec
 
@@ -171,10 +180,10 @@ def _overwrite(key, batch, length, pairs, rewritten, writes, vocab_size, power):
   of_keys, of_values, of_order, of_slots = draw_bits(key, batch, *counts)
   keys = 1 + distinct(of_keys, half - 1)
   values = half + distinct(of_values, vocab_size - half)
-  writer = jnp.concatenate([jnp.arange(pairs), jnp.arange(rewritten).repeat(writes - 1)])
+  writer = jnp.concatenate([indices(pairs), indices(rewritten).repeat(writes - 1)])
   writer = writer[shuffled(of_order)]  # [B W]: which of the K keys each write is of
-  own = writer[:, None] == jnp.arange(pairs)[None, :, None]  # [B K W]
-  time = jnp.arange(total)[None, None]
+  own = writer[:, None] == indices(pairs)[None, :, None]  # [B K W]
+  time = indices(total)[None, None]
   is_last = time == jnp.where(own, time, -1).max(2, keepdims=True)
   last = jnp.where(is_last, values[:, None], 0).sum(2, dtype=jnp.int32)
   written = interleave(jnp.take_along_axis(keys, writer, 1), values)

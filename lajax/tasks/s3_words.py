@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lajax._shapes import check_option, check_whole
-from lajax.tasks.draws import below, draw_bits
+from lajax.tasks.draws import below, draw_bits, indices
 from lajax.tasks.groups import check_words, mask_of, prefix_products, products, solve_group
 from lajax.tasks.spec import Config, Rows, TaskSpec
 
@@ -72,7 +72,7 @@ def _s3_pairs(key, batch, length, split, held_out, scored):
     word = below(of_word, 6)
     at, first, step = below(of_pair[:, :1], length - 1), below(of_pair[:, 1:2], 6), of_pair[:, 2:]
     second = (first + 1 + below(step, held_out)) % 6
-    here = jnp.arange(length)[None] - at
+    here = indices(length)[None] - at
     word = jnp.where(here == 0, first, jnp.where(here == 1, second, word))
   inputs = jnp.array(_GENERATORS, jnp.int32)[word]
   table = products("S3")
