@@ -1,11 +1,9 @@
 """Recall beyond MQAR: keys that are written again, noise, keys of two tokens.
 
-Token 0 is blank. An answer never stands behind its query: it can only be read
-where the row wrote it.
+Token 0 is blank. An answer stands only where the row wrote it, never behind its query.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -144,12 +142,12 @@ def compositional(
     [[2 2 3 1 1 5 2 2 0 1 1 0]] [3 5]
   """
   check_key("key", key)
-  batch = check_whole("batch", batch)
-  pairs, parts = check_whole("pairs", pairs), check_whole("parts", parts, high=2**15)
+  batch, pairs = check_whole("batch", batch), check_whole("pairs", pairs)
+  parts = check_whole("parts", parts, high=2**15)
   if pairs > parts**2:
     raise ValueError(
       f"`pairs` must be at most parts^2 = {parts**2}, the number of keys; got {pairs}. "
-      f"Use at least {math.isqrt(pairs - 1) + 1} parts."
+      f"Use at least {int((pairs - 1) ** 0.5) + 1} parts."
     )
   _check_vocabulary(vocab_size, 1 + parts + pairs, f"a blank, {parts} parts and {pairs} values")
   _check_length(length, 6 * pairs)
