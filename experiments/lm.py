@@ -6,8 +6,8 @@ trains three layers of Kimi Delta Attention and one of MLA for ten minutes, comp
 the sources of Python's standard library without its tests. Every 20th file is held out. The command
 prints the bits per byte of the held-out files beside gzip, xz and a context model of order 3, draws
 a figure, and lets the model write. Expected on two idle cores: at most 1.9 bits per byte, with
-`--minutes 60` at most 1.6. Measured on two cores that others used too: 1.94 in ten minutes with 406
-CPU seconds, and 1.55 in 25 minutes with 1269; ten minutes of two idle cores are 1200.
+`--minutes 60` at most 1.6. Measured on two cores: 1.505 in ten minutes with 953 CPU seconds, and
+1.398 in an hour in which others used the cores too, with 2,325 CPU seconds.
 
 `--text PATH...` trains on other files, `--pattern` with other mixers; `--compare` trains softmax
 attention, linear attention and the hybrid at equal numbers of parameters. `--init FOLDER` starts
