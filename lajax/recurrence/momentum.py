@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from lajax._numerics import diagonal, transposed
 from lajax.recurrence.decays import Masks, decay_of, preceding
-from lajax.recurrence.family import MATRIX, QKV, Call, Family, Problem, first_matrix
+from lajax.recurrence.family import MATRIX, QKV, Call, Family, Problem
 from lajax.recurrence.rule import Affine, Chunk, Rule
 from lajax.recurrence.triangle import unit_lower_inverse
 
@@ -98,15 +98,9 @@ rule = Rule(_step, _lift, _read, _chunk, log_decays=("g", "m"))
 
 
 def _problem(call: Call) -> Problem:
-  x, (S, M) = call.arrays, call.state
-  tokens = MomentumTokens(
-    *(x[name] for name in ("q", "k", "p", "v", "beta", "eta", "g", "g_momentum"))
-  )
-  parts = (first_matrix(call._replace(state=(part,))) for part in (S, M))
-  state = jnp.concatenate([*parts], axis=2)
-  return Problem(
-    rule, tokens, state, call.segment_ids, final=lambda X: tuple(jnp.split(X, 2, axis=2))
-  )
+  tokens = MomentumTokens(*(call.arrays[name] for name in ("q", "k", "p", "v", *GATES)))
+  state, split = jnp.concatenate(call.state, axis=2), lambda X: tuple(jnp.split(X, 2, axis=2))
+  return Problem(rule, tokens, state, call.segment_ids, final=split)
 
 
 GATES = ("beta", "eta", "g", "g_momentum")
