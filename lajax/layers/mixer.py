@@ -50,6 +50,14 @@ def value_heads(num_heads: int, num_v_heads: int | None = None) -> int:
   return heads
 
 
+def key_groups(num_heads: int, num_groups: int) -> int:
+  """Returns G, a divisor of H."""
+  check_whole("num_groups", num_groups)
+  if value_heads(num_heads) % num_groups:
+    raise ValueError(f"`num_groups` must divide num_heads = {num_heads}; got {num_groups}.")
+  return num_groups
+
+
 def with_gate(projections: Shapes, use_gate: bool, *shape: int) -> Shapes:
   """Returns the projections, and `gate` of this shape if the flag `use_gate` is True."""
   check_flag("use_gate", use_gate)
