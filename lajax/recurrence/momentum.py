@@ -69,7 +69,7 @@ def _read(before, after, x: MomentumTokens):
 
 
 class _Weights(NamedTuple):
-  """What the gates say of a chunk; all else of it is products with these."""
+  """Weights of a chunk, from its gates alone; all else of it is products with them."""
 
   pairs: Float[Array, "C 2 C"]  # of the writes in what q and p read
   from_S: Float[Array, "C 2 1"]  # of the first S in it
@@ -148,7 +148,7 @@ def _begin(x: MomentumTokens, masks: Masks | None, do: Array, precision):
 
 
 def _finish(x: MomentumTokens, masks: Masks | None, begun, state, dstate, do, precision):
-  """The products by hand, what the gates say by `jax.vjp`."""
+  """Cotangents of a chunk's tokens: its products by hand, its weights by `jax.vjp`."""
   (w, back, s), (C, K), full = begun, x.k.shape, partial(jnp.matmul, precision=precision)
   errors = full(s.T, x.v) - full(s.W, state)
   derrors = full(transposed(s.P), do) + full(_both(x.k, w.to_S, w.to_M), dstate)
