@@ -127,7 +127,8 @@ def log_linear(q, k, v, g, level_scales, beta=None):
     return (S, (position + 1) % 2 ** len(level)), o
 
   first = jnp.repeat(_zeros(k, v)[:, :, None], len(level), axis=2), jnp.zeros_like(g[:, 0, 0])
-  return over_tokens(step, first, q, k, v, g, scales, *strength)
+  # Without this the backward pass keeps several arrays of the size of all levels per token.
+  return over_tokens(jax.checkpoint(step), first, q, k, v, g, scales, *strength)
 
 
 def mamba3(q, k, v, g, dt, trapezoid):
