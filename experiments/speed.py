@@ -13,9 +13,9 @@ prints four tables:
    `--compile`).
 
 `--ops all` adds the other methods: RWKV-6 and 7, Gated DeltaNet 2, delta products, Oja's rule,
-Comba, mLSTM. The command takes about 5 minutes on two idle CPU cores, more than half of it
-compilation; `--ops all` and `--scaling` take about 4 more each. The last line gives wall time and
-CPU time: the difference is waiting.
+Comba, mLSTM, and the systems of 2026. The command takes about 5 minutes on two idle CPU cores, more
+than half of it compilation; `--ops all` and `--scaling` take about 4 more each. The last line gives
+wall time and CPU time: the difference is waiting.
 
 Expected on two CPU cores: for each core op with a matrix state, `chunked` has the fastest
   forward+backward, at least 3

@@ -15,7 +15,7 @@ import lajax.layers as L
 from lajax.layers.features import dpfp, favor_features, orthogonal_projection, squares
 from lajax.layers.hgrn import forget_gate
 from lajax.layers.state import follow
-from lajax.recurrence.running_maximum import running_maximum
+from lajax.recurrence.running import running_maximum
 
 
 def drawn(kind, *sizes, **options):

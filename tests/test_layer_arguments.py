@@ -79,6 +79,18 @@ def refusal(make) -> str | None:
   return None
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_signatures_list_all_options(name):
+  """`help` shows them, and any other option is refused."""
+  layer = CLASSES[name]
+  options = inspect.signature(layer).parameters
+  assert dict(options) == parameters(layer)
+  named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+  assert all(option.kind in named for option in options.values())
+  with pytest.raises(TypeError, match="'width_of_nothing'"):
+    layer(D, width_of_nothing=3, rngs=nnx.Rngs(0))
+
+
 FAST = ("SoftmaxAttention", "MLA", "GatedDeltaNet", "Mamba2", "RGLRU")
 
 

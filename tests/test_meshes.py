@@ -86,17 +86,36 @@ STATEFUL = {  # op, letters of its arguments
     QKV | dict(beta="B T HV", g="B T HV", ridge="H K", initial_state=("B HV K K", "B HV K V")),
     dict(positive=("ridge",), definite=("initial_state",)),
   ),
+  "mesa, conjugate gradients": (
+    functools.partial(lajax.mesa, cg_steps=30),
+    QKV | dict(beta="B T HV", g="B T HV", ridge="H K", initial_state=("B HV K K", "B HV K V")),
+    dict(positive=("ridge",), definite=("initial_state",)),
+  ),
   "log_linear_attention": (
     lajax.log_linear_attention,
     QKV | dict(g="B T HV", level_scales="B T HV L", initial_state=("B HV N K V", "B")),
     {},
   ),
+  "log_linear_attention, delta rule": (
+    lajax.log_linear_attention,
+    QKV | dict(g="B T HV", level_scales="B T HV L", beta="B T HV", initial_state=("B HV N K V", "B")),
+    {},
+  ),
   "mamba3": (
     lajax.mamba3, QKV | dict(g="B T HV", dt="B T HV", trapezoid="B T HV", initial_state=("B HV K V", "B H K", "B HV V")), {},
+  ),
+  "mamba3, ranks": (
+    lajax.mamba3,
+    dict(q="B T R H K", k="B T R H K", v="B T R HV V", g="B T HV", dt="B T HV", trapezoid="B T HV")
+    | dict(initial_state=("B HV K V", "B R H K", "B R HV V")),
+    {},
   ),
   "linear_recurrence": (lajax.linear_recurrence, dict(x="B T D", log_a="B T D", initial_state="B D"), {}),
 }  # fmt: skip
 IMPLS = ("recurrent", "associative", "chunked")
+AUTOMATIC = (  # compared on an automatic mesh too
+  "delta_rule", "preconditioned_delta_rule", "momentum_delta_rule", "mesa", "log_linear_attention", "mamba3",
+)  # fmt: skip
 BY_KERNELS = ("linear_attention", "delta_rule, erase and write", "mlstm", "linear_recurrence")
 
 
@@ -123,7 +142,7 @@ def _step(name: str) -> MeshCase:
   """A scan of steps: the state must keep its layout, or the carry changes its type."""
   op, letters, options = STATEFUL[name]
   step = getattr(lajax.recurrence, f"{name.split(',')[0]}_step")
-  step = functools.partial(step, beta=None) if isinstance(op, functools.partial) else step
+  step = functools.partial(step, **op.keywords) if isinstance(op, functools.partial) else step
 
   def scan(initial_state, **tokens):
     shared = {name: tokens.pop(name) for name in ("bonus", "ridge") if name in tokens}
@@ -163,7 +182,8 @@ def all_numbers() -> dict[str, list[str]]:
   for name in STATEFUL:
     want = results(_stateful(name, "recurrent"))
     for impl in IMPLS:
-      places = PLACES if (name, impl) == ("delta_rule", "chunked") else PLACES[1:2]
+      places = PLACES[1:] if impl == "chunked" and name in AUTOMATIC else PLACES[1:2]
+      places = PLACES if (name, impl) == ("delta_rule", "chunked") else places
       found[f"{name}, {impl}"] = differences(_stateful(name, impl), places, want=want)
   others = STATELESS | ATTENTION
   others["linear_recurrence, pallas"] = _stateful("linear_recurrence", "pallas")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import CASES, Shape
 
-from lajax.recurrence import delta_rule, dplr, linear_attention, linear_recurrence
+from lajax.recurrence import delta_rule, dplr, linear_attention, linear_recurrence, momentum
 from lajax.recurrence import rule as rules
 from lajax.recurrence.chunks import chunked
 from lajax.recurrence.rule import Affine, Chunk, Rule, bind, derived
@@ -55,6 +55,12 @@ def low_rank(rng, gate):
   return dplr.DplrTokens(q, k, v, -k / 3, k * rng.random((B, T, H, K)) / 3, g)
 
 
+def with_momentum(rng, gate):
+  q, k, v, g = additive(rng, gate)
+  beta, eta = rng.random((2, B, T, HV))
+  return momentum.MomentumTokens(q, k / 3, q / 3, v, beta, eta, g, gates(rng, gate))
+
+
 def elementwise(rng, gate):
   log_a = rng.choice([0, -0.3, -20, -np.inf], (B, T, 1, K))
   return linear_recurrence.ElementwiseTokens(rng.standard_normal((B, T, 1, K)), log_a)
@@ -90,6 +96,7 @@ def rule_cases():
       fast = (name, gate) in [("linear", "channel"), ("delta", "head"), ("normalized", "none")]
       yield pytest.param(name, gate, marks=() if fast else pytest.mark.slow)
   yield pytest.param("elementwise", "channel")
+  yield pytest.param("momentum", "head")
 
 
 @pytest.mark.parametrize(("name", "gate"), [*rule_cases()])
@@ -98,6 +105,8 @@ def test_derived_backward_pass_is_the_one_by_hand(x64, name, gate):
   rng = np.random.default_rng(0)
   if name == "elementwise":
     rule, tokens, state = linear_recurrence.rule, elementwise(rng, gate), (B, 1, K, 1)
+  elif name == "momentum":
+    rule, tokens, state = momentum.rule, with_momentum(rng, gate), (B, HV, 2 * K, V)
   else:
     rule, draw = RULES[name]
     tokens, state = draw(rng, gate), (B, HV, K, V + (name == "normalized"))

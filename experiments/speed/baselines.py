@@ -107,13 +107,17 @@ def mesa(q, k, v, beta, g, ridge):
   return over_tokens(step, (_zeros(k, k), _zeros(k, v)), q, k, v, beta, g)
 
 
-def log_linear(q, k, v, g, level_scales):
-  q, k, v, g, scales = _wide(q, k, v, g, level_scales)
+def log_linear(q, k, v, g, level_scales, beta=None):
+  q, k, v, g, scales, *strength = _wide(q, k, v, g, level_scales, beta)
   level = jnp.arange(1, scales.shape[-1])
 
-  def step(state, q, k, v, g, scales):
+  def step(state, q, k, v, g, scales, *strength):
     S, position = state
     own, S = jnp.einsum("bhk,bhv->bhkv", k, v)[:, :, None], _decayed(S, g)
+    for beta in strength:
+      own = beta[..., None, None, None] * own
+      read = beta[..., None, None] * jnp.einsum("bhk,bhlkv->bhlv", k, S)
+      S = S - jnp.einsum("bhk,bhlv->bhlkv", k, read)
     o = jnp.einsum("bhk,bhl,bhlkv->bhv", q, scales, jnp.concatenate([own, S], axis=2))
     t = position[0].astype(jnp.int32)
     to = jnp.minimum(lax.population_count(t ^ (t + 1)), len(level))
@@ -123,7 +127,8 @@ def log_linear(q, k, v, g, level_scales):
     return (S, (position + 1) % 2 ** len(level)), o
 
   first = jnp.repeat(_zeros(k, v)[:, :, None], len(level), axis=2), jnp.zeros_like(g[:, 0, 0])
-  return over_tokens(step, first, q, k, v, g, scales)
+  # Without this the backward pass keeps several arrays of the size of all levels per token.
+  return over_tokens(jax.checkpoint(step), first, q, k, v, g, scales, *strength)
 
 
 def mamba3(q, k, v, g, dt, trapezoid):
@@ -302,12 +307,14 @@ PLAIN: dict[str, dict[str, Baseline]] = {
   "momentum": {TOKEN_SCAN: Baseline(momentum)},
   "mesa": {TOKEN_SCAN: Baseline(mesa)},
   "log_linear": {TOKEN_SCAN: Baseline(log_linear)},
+  "log_linear_gdn": {TOKEN_SCAN: Baseline(log_linear)},
   "mamba3": {TOKEN_SCAN: Baseline(mamba3)},
   "gdn2": {TOKEN_SCAN: Baseline(gdn2)},
   "delta_product": {TOKEN_SCAN: Baseline(delta_product)},
   "gated_oja": {TOKEN_SCAN: Baseline(gated_oja)},
   "rwkv7": {TOKEN_SCAN: Baseline(dplr)},
   "comba": {TOKEN_SCAN: Baseline(dplr)},
+  "q_delta": {TOKEN_SCAN: Baseline(dplr)},
   "mlstm": {TOKEN_SCAN: Baseline(mlstm)},
 }
 

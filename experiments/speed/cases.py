@@ -107,6 +107,13 @@ def _comba(rng, c, T):
   return x | {"v": beta * x["v"], "a": k / (1 + np.exp(-1)), "b": -beta * k}
 
 
+def _q_delta(rng, c, T):
+  x = _gated(_delta, "head")(rng, c, T)
+  beta, q, k = x.pop("beta")[..., None], _unit(x["q"]), x["k"]
+  read = k + _sigmoid(rng, *beta.shape) * q
+  return x | {"q": q, "v": beta * x["v"], "a": np.exp(x["g"])[..., None] * read, "b": -beta * k}
+
+
 def _mlstm(rng, c, T):
   gates = {
     "i": rng.standard_normal((c.batch, T, c.heads)),
@@ -130,9 +137,10 @@ def _mesa(rng, c, T):
   return _gated(_delta, "head")(rng, c, T) | {"ridge": 0.25 + _sigmoid(rng, c.heads, c.width)}
 
 
-def _log_linear(rng, c, T):
-  scales = _sigmoid(rng, c.batch, T, c.heads, 1 + max(1, (T - 1).bit_length()))
-  return _gated(_qkv, "head")(rng, c, T) | {"level_scales": scales}
+def _by_levels(draw: Callable):
+  levels = lambda T: 1 + max(1, (T - 1).bit_length())
+  scales = lambda rng, c, T: _sigmoid(rng, c.batch, T, c.heads, levels(T))
+  return lambda rng, c, T: draw(rng, c, T) | {"level_scales": scales(rng, c, T)}
 
 
 def _mamba3(rng, c, T):
@@ -151,6 +159,12 @@ _corrected = functools.partial(
   Op, lajax.delta_rule, step=R.delta_rule_step, transition_size=_matrix_size
 )
 _low_rank = functools.partial(Op, lajax.dplr, step=R.dplr_step, transition_size=_matrix_size)
+_log_linear = functools.partial(
+  Op,
+  lajax.log_linear_attention,
+  step=R.log_linear_attention_step,
+  transition_size=lambda c: 16 * _matrix_size(c),
+)
 
 CORE: dict[str, Op] = {  # timed by default
   "linear_attention": _linear(draw=_qkv, meaning="no decay"),
@@ -215,12 +229,11 @@ OPS: dict[str, Op] = CORE | {
   "mesa": Op(
     lajax.mesa, _mesa, R.mesa_step, _matrix_size, meaning="solved exactly", untimed=("ridge",)
   ),
-  "log_linear": Op(
-    lajax.log_linear_attention,
-    _log_linear,
-    R.log_linear_attention_step,
-    lambda c: 16 * _additive_size(c),
-    meaning="log-linear attention, one decay per head",
+  "log_linear": _log_linear(
+    draw=_by_levels(_gated(_qkv, "head")), meaning="log-linear attention, one decay per head"
+  ),
+  "log_linear_gdn": _log_linear(
+    draw=_by_levels(_gated(_delta, "head")), meaning="log-linear attention on gated_delta_rule"
   ),
   "delta_product": Op(
     lajax.delta_product,
@@ -234,5 +247,6 @@ OPS: dict[str, Op] = CORE | {
   ),
   "rwkv7": _low_rank(draw=_rwkv7, meaning="dplr, one decay per channel"),
   "comba": _low_rank(draw=_comba, meaning="dplr, one decay per head"),
+  "q_delta": _low_rank(draw=_q_delta, meaning="Q-Delta, dplr with one decay per head"),
   "mlstm": Op(lajax.mlstm, _mlstm, R.mlstm_step, _additive_size),
 }

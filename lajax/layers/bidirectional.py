@@ -17,7 +17,7 @@ from lajax.layers.features import FeatureMap, scaled_exp
 from lajax.layers.features import feature_map as _feature_map
 from lajax.layers.mixer import value_heads, value_width
 from lajax.layers.parameters import Linear, widen
-from lajax.layers.stateful import on_layer_mesh
+from lajax.layers.stateful import OptionsOfClass, on_layer_mesh
 from lajax.ops.bidirectional import (
   NORMALIZATIONS,
   bidirectional_linear_attention,
@@ -28,6 +28,8 @@ from lajax.ops.bidirectional import (
 
 class _Bidirectional(nnx.Module):
   """Projections in, an op on q, k, v, one projection out; a subclass writes `mix`."""
+
+  __signature__ = OptionsOfClass()
 
   def __init__(
     self,

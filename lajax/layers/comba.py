@@ -6,6 +6,7 @@ from flax import nnx
 
 from lajax._shapes import check_flag
 from lajax.layers.gated_delta import GatedDeltaMixer
+from lajax.layers.mixer import extends
 from lajax.layers.parameters import aligned, widen
 from lajax.ops import dplr
 
@@ -40,6 +41,7 @@ class Comba(GatedDeltaMixer):
   arXiv:2506.02475, its recurrence of a scalar plus low rank with output correction.
   """
 
+  @extends(GatedDeltaMixer)
   def __init__(
     self,
     d_model: int,
@@ -57,24 +59,11 @@ class Comba(GatedDeltaMixer):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_flag("correct_outputs", correct_outputs)
-    super().__init__(
-      d_model,
-      num_heads,
-      head_dim,
-      expand_v=expand_v,
-      conv_size=conv_size,
-      use_gate=use_gate,
-      norm_eps=norm_eps,
-      impl=impl,
-      chunk_size=chunk_size,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
-    H = num_heads
-    self.d = nnx.Param(jnp.ones(H, self.gate_dtype))
-    self.D = nnx.Param(jnp.ones(H, self.gate_dtype)) if correct_outputs else None
+    self.correct_outputs = check_flag("correct_outputs", correct_outputs)
+
+  def add_parameters(self, rngs):
+    ones = lambda: nnx.Param(jnp.ones(dict(self.projections)["k"][0], self.gate_dtype))
+    self.d, self.D = ones(), ones() if self.correct_outputs else None
 
   def mix(self, p, memory, documents):
     (q, k), v = map(widen, self.queries_and_keys(p)), p["v"]

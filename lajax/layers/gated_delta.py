@@ -1,8 +1,7 @@
 """Shell of the delta rules with one decay per head: Gated DeltaNet and its relatives."""
 
-from typing import Any
-
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -27,8 +26,8 @@ class GatedDeltaMixer(Mixer):
   def __init__(
     self,
     d_model: int,
-    num_heads: int,
-    head_dim: int,
+    num_heads: int = 4,
+    head_dim: int = 64,
     *,
     num_v_heads: int | None = None,
     expand_v: float = 1.0,
@@ -37,10 +36,10 @@ class GatedDeltaMixer(Mixer):
     gate_activation: str = "swish",
     allow_negative_eigenvalues: bool = False,
     norm_eps: float = 1e-5,
-    impl: str,
-    chunk_size: int | None,
-    dtype: Any,
-    param_dtype: Any,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    dtype=None,
+    param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     check_option("gate_activation", gate_activation, tuple(GATES))

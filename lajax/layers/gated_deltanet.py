@@ -1,8 +1,5 @@
 """Gated DeltaNet."""
 
-import jax.numpy as jnp
-from flax import nnx
-
 from lajax.layers.gated_delta import GatedDeltaMixer
 from lajax.ops import delta_rule
 
@@ -38,43 +35,6 @@ class GatedDeltaNet(GatedDeltaMixer):
   Paper: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta
   Rule", 2024, arXiv:2412.06464, equation 10.
   """
-
-  def __init__(
-    self,
-    d_model: int,
-    num_heads: int = 4,
-    head_dim: int = 64,
-    *,
-    num_v_heads: int | None = None,
-    expand_v: float = 1.0,
-    conv_size: int | None = 4,
-    use_gate: bool = True,
-    gate_activation: str = "swish",
-    allow_negative_eigenvalues: bool = False,
-    norm_eps: float = 1e-5,
-    impl: str = "auto",
-    chunk_size: int | None = None,
-    dtype=None,
-    param_dtype=jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    super().__init__(
-      d_model,
-      num_heads,
-      head_dim,
-      num_v_heads=num_v_heads,
-      expand_v=expand_v,
-      conv_size=conv_size,
-      use_gate=use_gate,
-      gate_activation=gate_activation,
-      allow_negative_eigenvalues=allow_negative_eigenvalues,
-      norm_eps=norm_eps,
-      impl=impl,
-      chunk_size=chunk_size,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
 
   def mix(self, p, memory, documents):
     o, memory = self.correct(

@@ -14,7 +14,7 @@ from lajax.layers.mixer import Mixer, value_heads, value_width
 from lajax.layers.parameters import widen
 from lajax.layers.state import CallDocuments
 from lajax.ops import linear_attention, normalized_linear_attention
-from lajax.recurrence.running_maximum import running_maximum
+from lajax.recurrence.running import running_maximum
 
 EXACT = (jax.nn.relu, identity)  # feature maps that half precision does not round
 

@@ -10,7 +10,7 @@ from flax import nnx
 from lajax._shapes import check_whole
 from lajax.layers.gated_deltanet import GatedDeltaNet
 from lajax.layers.mamba2 import Mamba2
-from lajax.layers.mixer import Mixer
+from lajax.layers.mixer import Mixer, extends
 from lajax.layers.parameters import aligned, widen
 from lajax.layers.state import check_arrays
 from lajax.ops import log_linear_attention
@@ -91,6 +91,7 @@ class LogLinearMamba2(_Levels, Mamba2):
   Paper: H. Guo et al., "Log-Linear Attention", 2025, arXiv:2506.04761, its log-linear Mamba-2.
   """
 
+  @extends(Mamba2)
   def __init__(
     self,
     d_model: int,
@@ -112,23 +113,6 @@ class LogLinearMamba2(_Levels, Mamba2):
     rngs: nnx.Rngs,
   ):
     self.num_levels = levels_for(max_length)
-    super().__init__(
-      d_model,
-      num_heads,
-      head_dim,
-      state_dim=state_dim,
-      num_groups=num_groups,
-      conv_size=conv_size,
-      conv_bias=conv_bias,
-      use_bias=use_bias,
-      use_norm=use_norm,
-      norm_eps=norm_eps,
-      impl=impl,
-      chunk_size=chunk_size,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
 
   def op(self, p, memory):
     return functools.partial(log_linear_attention, level_scales=self.level_scales(p, memory))
@@ -156,6 +140,7 @@ class LogLinearGatedDeltaNet(_Levels, GatedDeltaNet):
   DeltaNet.
   """
 
+  @extends(GatedDeltaNet)
   def __init__(
     self,
     d_model: int,
@@ -177,23 +162,6 @@ class LogLinearGatedDeltaNet(_Levels, GatedDeltaNet):
     rngs: nnx.Rngs,
   ):
     self.num_levels = levels_for(max_length)
-    super().__init__(
-      d_model,
-      num_heads,
-      head_dim,
-      num_v_heads=num_v_heads,
-      expand_v=expand_v,
-      conv_size=conv_size,
-      use_gate=use_gate,
-      gate_activation=gate_activation,
-      allow_negative_eigenvalues=allow_negative_eigenvalues,
-      norm_eps=norm_eps,
-      impl=impl,
-      chunk_size=chunk_size,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
 
   def correct(self, p, q, k, beta, g, memory, documents):
     gates = g, self.level_scales(p, memory), beta

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from lajax._numerics import l2_normalize
 from lajax._shapes import check_flag, check_numbers, check_positive, check_whole
-from lajax.layers.mixer import Mixer, value_heads
+from lajax.layers.mixer import Mixer, key_groups
 from lajax.layers.parameters import aligned, log_uniform_rate, step_bias, widen
 from lajax.ops import linear_attention
 
@@ -72,10 +72,7 @@ class Mamba2(Mixer):
   ):
     check_whole("head_dim", head_dim)
     check_whole("state_dim", state_dim)
-    check_whole("num_groups", num_groups)
-    H, V, K, G = value_heads(num_heads), head_dim, state_dim, num_groups
-    if H % G:
-      raise ValueError(f"`num_groups` must divide num_heads = {H}; got {G}.")
+    H, G, V, K = num_heads, key_groups(num_heads, num_groups), head_dim, state_dim
     check_flag("conv_bias", conv_bias)
     check_flag("use_norm", use_norm)
     check_positive("norm_groups", norm_groups)

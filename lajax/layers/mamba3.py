@@ -3,14 +3,13 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from lajax._shapes import check_flag, check_number, check_positive, check_whole
-from lajax.layers.mixer import Mixer, value_heads
-from lajax.layers.parameters import aligned, step_bias, widen
-from lajax.layers.state import CallDocuments
+from lajax.layers.mixer import Mixer, key_groups
+from lajax.layers.parameters import aligned, rotate_neighbours, step_bias, widen
 from lajax.ops import mamba3
+from lajax.recurrence.running import running_angle
 
 SMALLEST_RATE = 1e-4
 
@@ -75,12 +74,9 @@ class Mamba3(Mixer):
   ):
     check_whole("head_dim", head_dim)
     check_whole("state_dim", state_dim)
-    check_whole("num_groups", num_groups)
     check_positive("rank", rank)
     check_flag("use_norm", use_norm)
-    H, V, K, G = value_heads(num_heads), head_dim, state_dim, num_groups
-    if H % G:
-      raise ValueError(f"`num_groups` must divide num_heads = {H}; got {G}.")
+    H, G, V, K = num_heads, key_groups(num_heads, num_groups), head_dim, state_dim
     if check_number("rope_fraction", rope_fraction) not in (0.5, 1.0):
       raise ValueError(f"`rope_fraction` must be 0.5 or 1.0; got {rope_fraction}.")
     if K * rope_fraction % 2:
@@ -127,27 +123,16 @@ class Mamba3(Mixer):
     rate = jnp.where(rate >= 0, 1 + rate, 1 / (1 - jnp.minimum(rate, 0)))
     g, trapezoid = -dt * jnp.maximum(rate, SMALLEST_RATE), jax.nn.sigmoid(widen(p["trapezoid"]))
     turned = jnp.tanh(widen(p["angle"]))[:, :, None] * dt[..., None]
-    turned = _angles(turned, None if memory is None else memory[0], documents)
+    angle, before = (None, None) if memory is None else (memory[0], tuple(memory[1:]))
+    turned = running_angle(turned, angle, documents.ids)
     q = self._heads(p["C"], self.C_norm, self.C_bias[...], turned)
     k = self._heads(p["B"], self.B_norm, self.B_bias[...], turned)
     v, z = widen(p["u"]), widen(p["z"])
     if self.rank is not None:
-      v, z = (
-        x[:, :, None] * aligned(weight[...], x[:, :, None])
-        for x, weight in ((v, self.rank_u), (z, self.rank_z))
-      )
-    o, (S, last_k, last_v) = self.apply_op(
-      mamba3,
-      q.astype(p["C"].dtype),
-      k.astype(p["B"].dtype),
-      v.astype(p["u"].dtype),
-      g,
-      dt,
-      trapezoid,
-      memory=None if memory is None else tuple(memory[1:]),
-      documents=documents,
-      scale=1.0,
-    )
+      per_rank = lambda x, weight: x[:, :, None] * aligned(weight[...], x[:, :, None])
+      v, z = per_rank(v, self.rank_u), per_rank(z, self.rank_z)
+    arrays = q, k, v.astype(p["u"].dtype), g, dt, trapezoid
+    o, behind = self.apply_op(mamba3, *arrays, memory=before, documents=documents, scale=1.0)
     o = widen(o) + aligned(self.D[...][:, None], o) * v
     if self.norm is None or self.norm_weight is None:
       o = o * jax.nn.silu(z)
@@ -155,38 +140,11 @@ class Mamba3(Mixer):
       o = self.norm(o, z) * aligned(self.norm_weight[...], o)
     if self.rank is not None:
       o = (o * aligned(self.rank_out[...], o)).sum(2)
-    return o.astype(p["u"].dtype), (turned[:, -1], S, last_k, last_v)
+    return o.astype(p["u"].dtype), (turned[:, -1], *behind)
 
-  def _heads(self, x, norm, bias, turned: Float[Array, "B T H A"]) -> Float[Array, "B T ... H K"]:
-    """Returns queries or keys of all heads: normed, biased and turned."""
-    x = jnp.repeat(norm(widen(x)), bias.shape[-2] // x.shape[-2], axis=-2)
-    x = x + aligned(bias, x)
-    if self.rank is not None:
-      turned = turned[:, :, None]
-    pairs = x[..., : 2 * self.num_angles].reshape(*x.shape[:-1], self.num_angles, 2)
-    first, second = pairs[..., 0], pairs[..., 1]
-    cos, sin = jnp.cos(jnp.pi * turned), jnp.sin(jnp.pi * turned)
-    both = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
-    return jnp.concatenate([lax.collapse(both, both.ndim - 2), x[..., 2 * self.num_angles :]], -1)
-
-
-def _angles(
-  x: Float[Array, "B T H A"], first: Float[Array, "B H A"] | None, documents: CallDocuments
-) -> Float[Array, "B T H A"]:
-  """Returns sums of x over each document up to each token, in half turns between -1 and 1.
-
-  In half turns, whole turns are taken off without rounding. So angles stay right at any length.
-  """
-  within = lambda y: y - 2 * jnp.round(y / 2)
-  x = documents.blank_padding(x)
-  if first is not None:
-    x = x.at[:, 0].add(first.astype(x.dtype))
-  if documents.ids is None:
-    return lax.associative_scan(lambda a, b: within(a + b), within(x), axis=1)
-  begins = ((documents.ids > 0) & (documents.position == 0))[..., None, None]
-
-  def add(a, b):
-    (begun, a), (begins, b) = a, b
-    return begun | begins, within(jnp.where(begins, b, a + b))
-
-  return lax.associative_scan(add, (begins, within(x)), axis=1)[1]
+  def _heads(self, given, norm, bias, turned: Float[Array, "B T H A"]) -> Array:
+    """Returns queries or keys [B T .. H K] of all heads: normed, biased and turned."""
+    x = norm(widen(given))
+    x = jnp.repeat(x, bias.shape[-2] // x.shape[-2], axis=-2)
+    angle = jnp.pi * (turned if self.rank is None else turned[:, :, None])
+    return rotate_neighbours(x + aligned(bias, x), angle).astype(given.dtype)

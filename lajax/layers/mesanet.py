@@ -9,6 +9,7 @@ from flax import nnx
 
 from lajax._shapes import check_number, check_positive
 from lajax.layers.gated_delta import GatedDeltaMixer
+from lajax.layers.mixer import extends
 from lajax.layers.parameters import widen
 from lajax.ops import mesa
 
@@ -48,6 +49,7 @@ class MesaNet(GatedDeltaMixer):
 
   memory_letters = "B HV K K", "B HV K V"
 
+  @extends(GatedDeltaMixer)
   def __init__(
     self,
     d_model: int,
@@ -68,20 +70,6 @@ class MesaNet(GatedDeltaMixer):
   ):
     self.ridge_bound = check_number("ridge_bound", ridge_bound, above=0.0)
     self.cg_steps = check_positive("cg_steps", cg_steps)
-    super().__init__(
-      d_model,
-      num_heads,
-      head_dim,
-      expand_v=expand_v,
-      conv_size=conv_size,
-      use_gate=use_gate,
-      norm_eps=norm_eps,
-      impl=impl,
-      chunk_size=chunk_size,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
 
   def add_parameters(self, rngs):
     above = max(1 - self.ridge_bound, self.ridge_bound)

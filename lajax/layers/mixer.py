@@ -1,8 +1,10 @@
 """The shell of every mixer: projections in, short convolutions, an equation, one projection out."""
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from lajax.layers.state import CallDocuments
 from lajax.layers.stateful import StatefulLayer
 
 Shapes = Mapping[str, tuple[int, ...]]  # of projections, by name
+P = ParamSpec("P")
 
 
 def value_width(head_dim: int, expand_v: float) -> int:
@@ -50,10 +53,40 @@ def value_heads(num_heads: int, num_v_heads: int | None = None) -> int:
   return heads
 
 
+def key_groups(num_heads: int, num_groups: int) -> int:
+  """Returns G, a divisor of H."""
+  check_whole("num_groups", num_groups)
+  if value_heads(num_heads) % num_groups:
+    raise ValueError(f"`num_groups` must divide num_heads = {num_heads}; got {num_groups}.")
+  return num_groups
+
+
 def with_gate(projections: Shapes, use_gate: bool, *shape: int) -> Shapes:
   """Returns the projections, and `gate` of this shape if the flag `use_gate` is True."""
   check_flag("use_gate", use_gate)
   return {**projections, "gate": shape} if use_gate else projections
+
+
+def extends(base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
+  """Marks the `__init__` of a class whose options are, but for a few, those of its base class.
+
+  Its signature lists all options. Its body stores those that the base class lacks; then
+  `base.__init__` is called with all others.
+  """
+  construct_base: Callable[..., None] = base.__init__
+  inherited = inspect.signature(construct_base).parameters
+
+  def mark(init: Callable[P, None]) -> Callable[P, None]:
+    @functools.wraps(init)
+    def construct(*args: P.args, **kwargs: P.kwargs) -> None:
+      init(*args, **kwargs)
+      given = inspect.signature(init).bind(*args, **kwargs)
+      given.apply_defaults()
+      construct_base(**{name: x for name, x in given.arguments.items() if name in inherited})
+
+    return construct
+
+  return mark
 
 
 class Mixer(StatefulLayer):

@@ -7,6 +7,7 @@ from flax import nnx
 
 from lajax._numerics import l2_normalize
 from lajax.layers.gated_delta import GatedDeltaMixer
+from lajax.layers.mixer import extends
 from lajax.layers.parameters import aligned, log_uniform_rate, softplus_decay, step_bias, widen
 from lajax.ops import momentum_delta_rule
 
@@ -51,6 +52,7 @@ class MomentumDeltaNet(GatedDeltaMixer):
 
   memory_letters = "B HV K V", "B HV K V"
 
+  @extends(GatedDeltaMixer)
   def __init__(
     self,
     d_model: int,
@@ -68,23 +70,7 @@ class MomentumDeltaNet(GatedDeltaMixer):
     dtype=None,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
-  ):
-    super().__init__(
-      d_model,
-      num_heads,
-      head_dim,
-      num_v_heads=num_v_heads,
-      expand_v=expand_v,
-      conv_size=conv_size,
-      use_gate=use_gate,
-      gate_activation=gate_activation,
-      norm_eps=norm_eps,
-      impl=impl,
-      chunk_size=chunk_size,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+  ): ...
 
   def further_projections(self, projections):
     return {"momentum": projections["beta"], "eta": projections["beta"]}

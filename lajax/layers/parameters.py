@@ -170,10 +170,23 @@ def rotate(
   half = x.shape[-1] // 2
   wide = widen(x)
   angle = (2 * pi) * _phase(position[..., None, None], theta, half, wide.dtype)
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
-  first, second = wide[..., :half], wide[..., half:]
-  turned = [first * cos - second * sin, second * cos + first * sin]
+  turned = _turn(wide[..., :half], wide[..., half:], angle)
   return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def rotate_neighbours(
+  x: Float[Array, "... K"], angle: Float[Array, "... A"]
+) -> Float[Array, "... K"]:
+  """Turns the pair (x_2i, x_{2i + 1}) by the i-th angle; channels from 2 A on stay as they are."""
+  turning, rest = jnp.split(x, [2 * angle.shape[-1]], axis=-1)
+  pairs = turning.reshape(*turning.shape[:-1], -1, 2)
+  turned = jnp.stack(_turn(pairs[..., 0], pairs[..., 1], angle), axis=-1)
+  return jnp.concatenate([turned.reshape(turning.shape), rest], axis=-1)
+
+
+def _turn(first: Array, second: Array, angle: Array) -> tuple[Array, Array]:
+  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  return first * cos - second * sin, second * cos + first * sin
 
 
 def _phase(

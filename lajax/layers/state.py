@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from lajax._shapes import check_ids, check_ids_fit
+from lajax.recurrence.documents import at_last_token, positions
 
 
 class LayerState(NamedTuple):
@@ -206,22 +207,13 @@ def follow(
   id_before = jnp.where(before < 0, segment[:, None], id_before)
   begins = is_token & (id_before >= 0) & (ids != id_before)
   document = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-  rank = jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1  # of a token among the real ones
-  rank_of_start = lax.cummax(jnp.where(begins, rank, 0), axis=1)
-  continues = ~jnp.any(begins & (rank == 0), axis=1)
-  position = rank - rank_of_start + jnp.where(document == 0, length[:, None], 0)
-
-  last = last_token[:, -1:]
-
-  def at_last(x, otherwise):
-    found = jnp.take_along_axis(x, jnp.maximum(last, 0), axis=1)
-    return jnp.where(last < 0, otherwise[:, None], found)[:, 0]
-
+  position = positions(document, is_token, length)
+  continues = ~jnp.any(begins & (before < 0), axis=1)
   return CallDocuments(
     position=position,
     carried=jnp.where(continues, length, 0),
-    segment=at_last(ids, segment),
-    length=at_last(position + 1, length),
+    segment=at_last_token(segment, ids, is_token),
+    length=at_last_token(length, position + 1, is_token),
     ids=jnp.where(is_token, document, -1),
     continues=continues,
   )

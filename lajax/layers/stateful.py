@@ -1,6 +1,7 @@
 """The call that all stateful layers share: checks, documents, the mesh, and the state's dtypes."""
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -15,9 +16,20 @@ from lajax._shapes import check, check_batch, check_dtype_option, check_given
 from lajax.layers.state import CallDocuments, LayerState, check_arrays, check_state, follow
 
 
+class OptionsOfClass:
+  """Signature of a class, which Flax's metaclass hides from `help` and `inspect.signature`."""
+
+  def __get__(self, layer: nnx.Module | None, owner: type) -> inspect.Signature:
+    if layer is not None:
+      raise AttributeError("a layer is called, and its class has the options.")
+    signature = inspect.signature(owner.__init__)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
 class StatefulLayer(nnx.Module):
   """A layer [B T D] -> [B T D] with a state: a subclass writes the methods of the first part."""
 
+  __signature__ = OptionsOfClass()
   dtype: Any  # of the computation; None for that of the inputs and parameters together
   memory_letters: Any = None  # axis letters of the memory: "B HV K V", or a tuple of such
   conv_letters: str = "B W-1 D"

@@ -75,16 +75,8 @@ def delta_rule(
   1.
   """
   _shapes.check_strengths(beta, erase, write)
-  return call(
-    DELTA_RULE,
-    dict(q=q, k=k, v=v, beta=beta, g=g, erase=erase, write=write),
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-    bound=bound,
-  )
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g, erase=erase, write=write)
+  return call(DELTA_RULE, arrays, scale, initial_state, segment_ids, chunk_size, impl, bound=bound)
 
 
 def delta_product(
@@ -139,15 +131,8 @@ def delta_product(
   Paper: Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder
   Products", 2025, arXiv:2502.10297, equation 4.
   """
-  return call(
-    DELTA_PRODUCT,
-    dict(q=q, k=k, v=v, beta=beta, g=g),
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-  )
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g)
+  return call(DELTA_PRODUCT, arrays, scale, initial_state, segment_ids, chunk_size, impl)
 
 
 def gated_oja(
@@ -198,15 +183,8 @@ def gated_oja(
   doi:10.1007/BF00275687; as a state of fast weights: Irie et al., "Images as Weight Matrices",
   2022, arXiv:2210.06184, equation 6.
   """
-  return call(
-    GATED_OJA,
-    dict(q=q, k=k, v=v, beta=beta, g=g),
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-  )
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g)
+  return call(GATED_OJA, arrays, scale, initial_state, segment_ids, chunk_size, impl)
 
 
 def dplr(
@@ -258,15 +236,8 @@ def dplr(
   Papers: Peng et al., "RWKV-7 Goose", 2025, arXiv:2503.14456, its state evolution (a = -kappa,
   b = kappa iclr); Hu et al., "Comba", 2025, arXiv:2506.02475 (a = p, b = -beta k).
   """
-  return call(
-    DPLR,
-    dict(q=q, k=k, v=v, a=a, b=b, g=g),
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-  )
+  arrays = dict(q=q, k=k, v=v, a=a, b=b, g=g)
+  return call(DPLR, arrays, scale, initial_state, segment_ids, chunk_size, impl)
 
 
 # --- rows ---

@@ -71,16 +71,7 @@ def linear_attention(
   op = LINEAR_ATTENTION
   if bonus is not None:
     arrays["bonus"], op = bonus, LINEAR_ATTENTION_WITH_BONUS
-  return call(
-    op,
-    arrays,
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-    bound=bound,
-  )
+  return call(op, arrays, scale, initial_state, segment_ids, chunk_size, impl, bound=bound)
 
 
 def normalized_linear_attention(
@@ -133,15 +124,10 @@ def normalized_linear_attention(
   Paper: Katharopoulos et al., "Transformers are RNNs", 2020, arXiv:2006.16236, equations 18-20.
   """
   eps = _shapes.check_not_negative("eps", eps)
+  arrays = dict(q=q, k=k, v=v, g=g)
+  options = {"eps": eps}
   return call(
-    NORMALIZED_LINEAR_ATTENTION,
-    dict(q=q, k=k, v=v, g=g),
-    scale=scale,
-    options={"eps": eps},
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
+    NORMALIZED, arrays, scale, initial_state, segment_ids, chunk_size, impl, options=options
   )
 
 
@@ -194,15 +180,8 @@ def mlstm(
   Paper: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, arXiv:2405.04517, equations 19
   to 27 and 15.
   """
-  return call(
-    MLSTM,
-    dict(q=q, k=k, v=v, i=i, f=f),
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-  )
+  arrays = dict(q=q, k=k, v=v, i=i, f=f)
+  return call(MLSTM, arrays, scale, initial_state, segment_ids, chunk_size, impl)
 
 
 # --- rows ---
@@ -242,7 +221,5 @@ LINEAR_ATTENTION = Op(family=families.LINEAR_ATTENTION, **ADDITIVE_KERNELS)
 LINEAR_ATTENTION_WITH_BONUS = Op(
   family=families.LINEAR_ATTENTION_WITH_BONUS, kernels=_kernels_reading_before, supports=_supports
 )
-NORMALIZED_LINEAR_ATTENTION = Op(
-  family=families.NORMALIZED_LINEAR_ATTENTION, kernels=_kernels, supports=_supports
-)
+NORMALIZED = Op(family=families.NORMALIZED_LINEAR_ATTENTION, kernels=_kernels, supports=_supports)
 MLSTM = Op(family=families.MLSTM, **ADDITIVE_KERNELS)

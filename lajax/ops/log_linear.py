@@ -64,15 +64,8 @@ def log_linear_attention(
   Paper: H. Guo et al., "Log-Linear Attention", 2025, arXiv:2506.04761, section 3.
   """
   levels.check_levels("initial_state", initial_state, level_scales)
-  return call(
-    LOG_LINEAR,
-    dict(q=q, k=k, v=v, g=g, level_scales=level_scales, beta=beta),
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-  )
+  arrays = dict(q=q, k=k, v=v, g=g, level_scales=level_scales, beta=beta)
+  return call(LOG_LINEAR, arrays, scale, initial_state, segment_ids, chunk_size, impl)
 
 
 LOG_LINEAR = Op(family=levels.LOG_LINEAR)

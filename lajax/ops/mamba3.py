@@ -61,15 +61,9 @@ def mamba3(
   Paper: Lahoti et al., "Mamba-3: Improved Sequence Modeling using State Space Principles", 2026,
   arXiv:2603.15569, its exponential-trapezoidal recurrence, and its MIMO form.
   """
-  return call(
-    MAMBA3_MIMO if getattr(q, "ndim", 4) == 5 else MAMBA3,
-    dict(q=q, k=k, v=v, g=g, dt=dt, trapezoid=trapezoid),
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-  )
+  op = MAMBA3_MIMO if getattr(q, "ndim", 4) == 5 else MAMBA3
+  arrays = dict(q=q, k=k, v=v, g=g, dt=dt, trapezoid=trapezoid)
+  return call(op, arrays, scale, initial_state, segment_ids, chunk_size, impl)
 
 
 MAMBA3 = Op(family=rows.MAMBA3, **ADDITIVE_KERNELS)

@@ -67,16 +67,9 @@ def mesa(
   Paper: J. von Oswald et al., "MesaNet: Sequence Modeling by Locally Optimal Test-Time Training",
   2025, arXiv:2506.05233.
   """
-  return call(
-    MESA,
-    dict(q=q, k=k, v=v, beta=beta, g=g, ridge=ridge),
-    options={"cg_steps": _shapes.check_positive("cg_steps", cg_steps)},
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-  )
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g, ridge=ridge)
+  options = {"cg_steps": _shapes.check_positive("cg_steps", cg_steps)}
+  return call(MESA, arrays, scale, initial_state, segment_ids, chunk_size, impl, options=options)
 
 
 MESA = Op(family=rows.MESA, **ADDITIVE_KERNELS)

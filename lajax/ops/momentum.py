@@ -58,15 +58,8 @@ def momentum_delta_rule(
   Paper: Y. Huang et al., "MDN: Parallelizing Stepwise Momentum for Delta Linear Attention", 2026,
   arXiv:2605.05838, its momentum delta rule.
   """
-  return call(
-    MOMENTUM_DELTA_RULE,
-    dict(q=q, k=k, p=p, v=v, beta=beta, eta=eta, g=g, g_momentum=g_momentum),
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
-  )
+  arrays = dict(q=q, k=k, p=p, v=v, beta=beta, eta=eta, g=g, g_momentum=g_momentum)
+  return call(MOMENTUM_DELTA_RULE, arrays, scale, initial_state, segment_ids, chunk_size, impl)
 
 
 MOMENTUM_DELTA_RULE = Op(family=momentum.MOMENTUM_DELTA_RULE)

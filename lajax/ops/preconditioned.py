@@ -69,16 +69,11 @@ def preconditioned_delta_rule(
   Paper: N. Tumma, N. Loo, D. Rus, "Preconditioned DeltaNet: Curvature-aware Sequence Modeling for
   Linear Recurrences", 2026, arXiv:2604.21100, its diagonal approximation.
   """
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g, beta_precond=beta_precond, g_precond=g_precond)
+  options = preconditioned.options_of(base, eps, center)
   return call(
-    PRECONDITIONED_DELTA_RULE,
-    dict(q=q, k=k, v=v, beta=beta, g=g, beta_precond=beta_precond, g_precond=g_precond),
-    options=preconditioned.options_of(base, eps, center),
-    scale=scale,
-    initial_state=initial_state,
-    segment_ids=segment_ids,
-    chunk_size=chunk_size,
-    impl=impl,
+    PRECONDITIONED, arrays, scale, initial_state, segment_ids, chunk_size, impl, options=options
   )
 
 
-PRECONDITIONED_DELTA_RULE = Op(family=preconditioned.PRECONDITIONED_DELTA_RULE, **CORRECTED_KERNELS)
+PRECONDITIONED = Op(family=preconditioned.PRECONDITIONED_DELTA_RULE, **CORRECTED_KERNELS)

@@ -57,13 +57,13 @@ class Options(NamedTuple):
 def call(
   op: Op,
   arrays: Mapping[str, Any],
-  *,
   scale=None,
-  options: Mapping[str, Any] | None = None,
   initial_state=None,
   segment_ids=None,
   chunk_size: int | None = None,
   impl: str = "auto",
+  *,
+  options: Mapping[str, Any] | None = None,
   bound: float | None = None,
 ):
   """Runs an op: checks its arguments, chooses an implementation, computes (output, final state).

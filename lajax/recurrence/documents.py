@@ -54,6 +54,32 @@ def without_padding(o: Array, is_token: Bool[Array, "B T"] | None) -> Array:
   return o if is_token is None else blank_padding(o, is_token)
 
 
+def taken(first: Array, x: Array, place: Int[Array, "B N"]) -> Array:
+  """Returns the entries of x [B T ..] at places counted from 1, and `first` [B ..] at place 0."""
+  x = jnp.concatenate([first[:, None].astype(x.dtype), x], axis=1)
+  return jnp.take_along_axis(x, place.reshape(*place.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def at_last_token(first: Array, x: Array, is_token: Bool[Array, "B T"]) -> Array:
+  """Returns the entry of x [B T ..] at the last token of each row; `first` [B ..] without one."""
+  place = jnp.arange(1, is_token.shape[1] + 1, dtype=jnp.int32)[None]
+  last = jnp.where(is_token, place, 0).max(1, keepdims=True, initial=0)
+  return taken(first, x, last)[:, 0]
+
+
+def positions(
+  document: Int[Array, "B T"], is_token: Bool[Array, "B T"], first: Int[Array, "B"]
+) -> Int[Array, "B T"]:
+  """Returns the position of each token in its document, and of padding that of the token before it.
+
+  `document` numbers the documents of a row; document 0 had `first` tokens before the row began.
+  """
+  rank = jnp.cumsum(is_token, axis=1, dtype=first.dtype) - 1  # among the tokens that are no padding
+  begins = is_token & (document != previous(document))
+  start = lax.cummax(jnp.where(begins, rank, 0), axis=1)
+  return rank - start + jnp.where(document == 0, first[:, None], 0)
+
+
 def previous(document: Int[Array, "B T"]) -> Int[Array, "B T"]:
   """Returns the document of the token before each; the initial state belongs to the first one."""
   return jnp.concatenate([jnp.zeros_like(document[:, :1]), document[:, :-1]], axis=1)

@@ -10,17 +10,7 @@ from jax import lax
 from lajax._numerics import NEGLIGIBLE, accumulation_dtype
 from lajax.recurrence import delta_rule, dplr, linear_attention, linear_recurrence, mlstm
 from lajax.recurrence.documents import blank_padding
-from lajax.recurrence.family import (
-  CHUNK,
-  DECAY,
-  MATRIX,
-  QKV,
-  Call,
-  Family,
-  Problem,
-  first_matrix,
-  first_state,
-)
+from lajax.recurrence.family import CHUNK, DECAY, MATRIX, QKV, Call, Family, Problem
 
 # --- additive states ---
 
@@ -29,37 +19,28 @@ def _additive(call: Call) -> Problem:
   x = call.arrays
   tokens = linear_attention.AdditiveTokens(x["q"], x["k"], x["v"], x["g"])
   rule = linear_attention.rule_of(bounded=call.options.get("bounded", False))
-  return Problem(rule, tokens, first_matrix(call), call.segment_ids)
+  return Problem(rule, tokens, call.state[0], call.segment_ids)
 
 
 def _with_bonus(call: Call) -> Problem:
   """Reads the state before each write; a token's own write is added behind the recurrence."""
-  x, dtype, ids = call.arrays, call.dtype, call.segment_ids
-  q, k, v, bonus = x["q"], x["k"], x["v"], x["bonus"].astype(dtype)[None, None]
-  if (
-    ids is not None
-  ):  # before a product of two inputs, so that NaN in padding stays out of gradients
-    q, k, v = blank_padding((q, k, v), ids >= 0)
+  dtype, (q, k, v) = call.dtype, call.blank("q", "k", "v")
+  bonus = call.arrays["bonus"].astype(dtype)[None, None]
 
   def output(o):
     own = (q.astype(dtype) * call.scale * k.astype(dtype) * bonus).sum(-1)
     own = jnp.repeat(own, v.shape[2] // q.shape[2], axis=2)[..., None]
     return o.astype(dtype) + own * v.astype(dtype)
 
-  tokens = linear_attention.AdditiveTokens(q, k, v, x["g"])
+  tokens = linear_attention.AdditiveTokens(q, k, v, call.arrays["g"])
   rule = linear_attention.rule_of(before=True, bounded=call.options.get("bounded", False))
-  return Problem(rule, tokens, first_matrix(call), ids, output)
+  return Problem(rule, tokens, call.state[0], call.segment_ids, output)
 
 
 def _normalized(call: Call) -> Problem:
   """z is one more column of the state, that of a value which is always 1."""
-  x, v = call.arrays, call.arrays["v"]
-  S, z = call.state
-  if S is None or z is None:
-    shape = (v.shape[0], v.shape[2], x["q"].shape[-1], v.shape[-1] + 1)
-    state = jnp.zeros(shape, call.dtype)
-  else:
-    state = jnp.concatenate([S, z[..., None]], axis=-1).astype(call.dtype)
+  x, v, (S, z) = call.arrays, call.arrays["v"], call.state
+  state = jnp.concatenate([S, z[..., None]], axis=-1)
   rule, output = linear_attention.normalized(call.options["eps"]), lambda o: o
   if call.by_kernels:  # they know nothing of the division
     rule, output = linear_attention.rule, lambda o: linear_attention.divided(o, call.options["eps"])
@@ -71,18 +52,11 @@ def _normalized(call: Call) -> Problem:
 
 def _mlstm(call: Call) -> Problem:
   """Linear attention with gates relative to the running maximum m, and a normalizer column."""
-  dtype, ids = call.dtype, call.segment_ids
-  q, k, v, i, f = (call.arrays[name].astype(dtype) for name in ("q", "k", "v", "i", "f"))
-  C, n, m = call.state
-  m = jnp.zeros(f.shape[::2], dtype) if m is None else jnp.maximum(m.astype(dtype), NEGLIGIBLE)
-  if ids is not None:
-    k, v, i, f = blank_padding((k, v, i, f), ids >= 0)
+  ids, (C, n, m) = call.segment_ids, call.state
+  q, k, v, i, f = (x.astype(call.dtype) for x in call.blank("q", "k", "v", "i", "f"))
+  m = jnp.maximum(m, NEGLIGIBLE)
   top, g, write = mlstm.stabilise(i, f, m, ids)
-  if C is None or n is None:
-    state = jnp.zeros((*m.shape, k.shape[-1], v.shape[-1] + 1), dtype)
-  else:
-    state = jnp.concatenate([C, n[..., None]], axis=-1).astype(dtype)
-    state = mlstm.rescaled(state, m, 1)
+  state = mlstm.rescaled(jnp.concatenate([C, n[..., None]], axis=-1), m, 1)
   last = top[:, -1] if top.shape[1] else m
 
   def output(o):
@@ -103,7 +77,7 @@ def _elementwise(call: Call) -> Problem:
   """One head, whose state has a row per channel and one column."""
   x, log_a = call.arrays["x"], call.arrays["log_a"]
   D = math.prod(x.shape[2:])
-  h = first_state(call, x.shape[0], *x.shape[2:])
+  (h,) = call.state
   flat = lambda a: a.reshape(*a.shape[:2], 1, D)
   return Problem(
     linear_recurrence.rule,
@@ -124,7 +98,7 @@ def _corrected(call: Call) -> Problem:
   erase = x["beta"] if x["erase"] is None else x["erase"]
   tokens = delta_rule.DeltaTokens(x["q"], x["k"], x["v"], erase, x["write"], x["g"])
   rule = delta_rule.bounded if call.options.get("bounded", False) else delta_rule.rule
-  return Problem(rule, tokens, first_matrix(call), call.segment_ids)
+  return Problem(rule, tokens, call.state[0], call.segment_ids)
 
 
 def _corrected_often(call: Call) -> Problem:
@@ -142,7 +116,7 @@ def _corrected_often(call: Call) -> Problem:
     alone(x["q"], R - 1), steps(x["k"]), steps(x["v"]), steps(x["beta"]), None, g
   )
   ids = None if call.segment_ids is None else jnp.repeat(call.segment_ids, R, axis=1)
-  return Problem(delta_rule.rule, tokens, first_matrix(call), ids, lambda o: o[:, R - 1 :: R])
+  return Problem(delta_rule.rule, tokens, call.state[0], ids, lambda o: o[:, R - 1 :: R])
 
 
 def _corrected_values(call: Call) -> Problem:
@@ -153,7 +127,7 @@ def _corrected_values(call: Call) -> Problem:
   return Problem(
     delta_rule.by_rows,
     tokens,
-    swap(first_matrix(call)),
+    swap(call.state[0]),
     call.segment_ids,
     final=lambda state: (swap(state),),
   )
@@ -162,7 +136,7 @@ def _corrected_values(call: Call) -> Problem:
 def _low_rank(call: Call) -> Problem:
   x = call.arrays
   tokens = dplr.DplrTokens(*(x[name] for name in ("q", "k", "v", "a", "b", "g")))
-  return Problem(dplr.rule, tokens, first_matrix(call), call.segment_ids)
+  return Problem(dplr.rule, tokens, call.state[0], call.segment_ids)
 
 
 # --- the table ---

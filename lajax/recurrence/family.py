@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from lajax import _shapes
 from lajax._meshes import axes_of_letters, spec_for, spec_of
 from lajax._numerics import accumulation_dtype, vary_like
-from lajax.recurrence.documents import blank_padding, packing, without_padding
+from lajax.recurrence.documents import blank_padding, packing
 from lajax.recurrence.rule import Rule
 from lajax.recurrence.tokens import recurrent
 
@@ -29,7 +29,7 @@ class Call(NamedTuple):
   """Arguments of a call, checked."""
 
   arrays: Mapping[str, Any]  # by name; None where an optional one was left out
-  state: tuple  # parts of the state before the first token; all None for zeros
+  state: tuple  # parts of the state before the first token; all None for zeros, but in a problem
   segment_ids: Int[Array, "B T"] | None
   scale: Any = None  # of the queries: a float, or a traced array without axes
   options: Mapping[str, Any] = MappingProxyType({})  # static ones of the family, by name
@@ -42,6 +42,14 @@ class Call(NamedTuple):
   def dtype(self) -> jnp.dtype:
     """The dtype of states, sums and solves."""
     return accumulation_dtype(*self.arrays.values(), *self.state)
+
+  def blank(self, *names: str) -> tuple[Array, ...]:
+    """Returns arrays [B T ..] with zeros at padding.
+
+    A problem that multiplies inputs takes these, so that NaN in padding stays out of gradients.
+    """
+    arrays = tuple(self.arrays[name] for name in names)
+    return arrays if self.segment_ids is None else blank_padding(arrays, self.segment_ids >= 0)
 
 
 class Problem(NamedTuple):
@@ -60,10 +68,10 @@ class Family:
   """A row of the table.
 
   arrays: letters per argument; "| None" at the end for one that may be left out.
-  state: letters per part of the state.
+  state: letters per part of the state, which arguments have too; "L-1" is one less than L.
   gates: arguments whose values must hold no NaN.
   weights: those among them that must be below +inf too.
-  problem: Call -> Problem.
+  problem: Call -> Problem; the call's state has its dtype, and zeros for None.
   operands: fields of the tokens that products multiply as they are; all others are gates.
   output: letters of the output.
   like: the argument whose dtype the output has.
@@ -105,28 +113,26 @@ class Family:
       " ".join(axis for axis in option if not (one_token and axis == "T")) for option in options
     )
 
-  def output_shape(self, call: Call) -> tuple[int, ...]:
+  def shape(self, letters: str, call: Call) -> tuple[int, ...]:
+    """Returns the sizes that letters have in the arrays of a call."""
     sizes = {}
     for name, x in call.arrays.items():
       sizes |= zip(
         _letters_of(x, self.letters(name)).split(), () if x is None else x.shape, strict=True
       )
-    return tuple(sizes[axis] for axis in self.output.split())
+    size = lambda axis: sizes[axis[:-2]] - 1 if axis.endswith("-1") else sizes[axis]
+    return tuple(map(size, letters.split()))
+
+  def first_state(self, call: Call) -> tuple[Array, ...]:
+    """Returns the parts of the state before the first token, in the dtype of states."""
+    return tuple(
+      jnp.zeros(self.shape(letters, call), call.dtype) if x is None else x.astype(call.dtype)
+      for letters, x in zip(self.state.values(), call.state, strict=True)
+    )
 
 
 def _length_by_gate(tokens) -> int:
   return CHANNEL_CHUNK if tokens.g is not None and tokens.g.ndim == 4 else CHUNK
-
-
-def first_state(call: Call, *shape: int) -> Array:
-  """State before the first token, where it is one array."""
-  (state,) = call.state
-  return jnp.zeros(shape, call.dtype) if state is None else state.astype(call.dtype)
-
-
-def first_matrix(call: Call) -> Array:
-  q, v = call.arrays["q"], call.arrays["v"]
-  return first_state(call, q.shape[0], v.shape[-2], q.shape[-1], v.shape[-1])
 
 
 # --- letters ---
@@ -162,7 +168,7 @@ def problem_of(family: Family, call: Call, run: Callable) -> Problem:
   def aside(other: Family, arrays, state, scale=None):
     return solve(other, Call(arrays, state, call.segment_ids, scale), run)
 
-  return family.problem(call._replace(aside=aside))
+  return family.problem(call._replace(state=family.first_state(call), aside=aside))
 
 
 def solve(family: Family, call: Call, run: Callable) -> tuple[Array, tuple]:
@@ -175,14 +181,25 @@ def solve(family: Family, call: Call, run: Callable) -> tuple[Array, tuple]:
   """
   problem, like = problem_of(family, call, run), call.arrays[family.like]
   if is_empty(problem):
-    return jnp.zeros(family.output_shape(call), like.dtype), problem.final(problem.state)
-  document = is_token = None
-  if problem.segment_ids is not None:
-    document, is_token = packing(problem.segment_ids)
-    problem = problem._replace(tokens=blank_padding(problem.tokens, is_token))
-  o, final = run(family, problem, document, call.scale)
-  o = problem.output(without_padding(o, is_token))
-  return o.astype(like.dtype), problem.final(final)
+    o = jnp.zeros(family.shape(family.output, call), like.dtype)
+    return o, problem.final(problem.state)
+  run_one = lambda problem, document: run(family, problem, document, call.scale)
+  o, final = in_documents(problem, run_one)
+  return problem.output(o).astype(like.dtype), problem.final(final)
+
+
+def in_documents(problem: Problem, run: Callable) -> tuple[Array, Array]:
+  """Runs a problem with zeros at padding, also in the output.
+
+  Args:
+    problem: its `output` and `final` are left to the caller.
+    run: (problem, document) -> (output of the rule, final state).
+  """
+  if problem.segment_ids is None:
+    return run(problem, None)
+  document, is_token = packing(problem.segment_ids)
+  o, final = run(problem._replace(tokens=blank_padding(problem.tokens, is_token)), document)
+  return blank_padding(o, is_token), final
 
 
 def is_empty(problem: Problem) -> bool:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from lajax.recurrence import delta_rule, linear_attention
 from lajax.recurrence.decays import Masks, preceding
-from lajax.recurrence.documents import last_token, packing, previous
+from lajax.recurrence.documents import at_last_token, packing, positions
 from lajax.recurrence.family import QKV, Call, Family, Problem
 from lajax.recurrence.rule import Affine, Blocks, Chunk, Rule, bind
 
@@ -120,33 +120,25 @@ def check_levels(name: str, state, level_scales) -> None:
 # --- the family ----------------------------------------------------------------------------------
 
 
-def _positions(
-  first: Int[Array, "B"], T: int, segment_ids: Int[Array, "B T"] | None
-) -> tuple[Int[Array, "B T"], Int[Array, "B"], Any]:
-  """Places of the tokens in their documents, the place of the token after the last one, and whether
-  that one is of the first document."""
-  place = jnp.arange(T, dtype=first.dtype)[None]
+def _places(first: Int[Array, "B"], T: int, segment_ids) -> tuple[Array, Array, Any]:
+  """Returns the position of each token in its document and that of the token after the last one.
+
+  The third result says whether this one is of the document that came in.
+  """
   if segment_ids is None or T == 0:
-    return first[:, None] + place, first + T, True
+    return first[:, None] + jnp.arange(T, dtype=first.dtype)[None], first + T, True
   document, is_token = packing(segment_ids)
-  rank = jnp.cumsum(is_token, axis=1, dtype=first.dtype) - 1
-  begins = is_token & (document != previous(document))
-  start = lax.cummax(jnp.where(begins, rank, 0), axis=1)
-  position = rank - start + jnp.where(document == 0, first[:, None], 0)
-  last = last_token(is_token)[:, -1:]
-  after = jnp.take_along_axis(position, jnp.maximum(last, 0), axis=1) + 1
-  return position, jnp.where(last < 0, first[:, None], after)[:, 0], document[:, -1] == 0
+  position = positions(document, is_token, first)
+  return position, at_last_token(first, position + 1, is_token), document[:, -1] == 0
 
 
 def _problem(call: Call) -> Problem:
   x, dtype, (S, first) = call.arrays, call.dtype, call.state
   q, k, v, scales = (x[name] for name in ("q", "k", "v", "level_scales"))
   (B, T, H, K), (HV, V), N = q.shape, v.shape[2:], scales.shape[-1] - 1
-  if S is None or first is None:
-    S, first = jnp.zeros((B, HV, N, K, V), dtype), jnp.zeros((B,), dtype)
   cycle = 2 ** min(N, 24)  # later digits of a position change nothing, and floats hold these
   position = jnp.round(first).astype(jnp.int32)
-  position, after, continues = _positions(position, T, call.segment_ids)
+  position, after, continues = _places(position, T, call.segment_ids)
   passed_on = jnp.where(continues, first - lax.stop_gradient(first), 0).astype(dtype)  # 0
   carries = lax.population_count(position ^ (position + 1))
   target = jnp.broadcast_to(jnp.minimum(carries, N)[..., None], (B, T, H)).astype(dtype)
@@ -157,7 +149,7 @@ def _problem(call: Call) -> Problem:
   return Problem(
     rule,
     LevelTokens(q, base._replace(q=None), scales, target),
-    S.astype(dtype).reshape(B, HV, N * K, V),
+    S.reshape(B, HV, N * K, V),
     call.segment_ids,
     final=lambda state: (state.reshape(B, HV, N, K, V), (after % cycle).astype(dtype) + passed_on),
   )

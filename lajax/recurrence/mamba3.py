@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lajax.recurrence import linear_attention
-from lajax.recurrence.documents import blank_padding, last_token, packing, previous
+from lajax.recurrence.documents import at_last_token, last_token, packing, previous, taken
 from lajax.recurrence.family import MATRIX, QKV, Call, Family, Problem
 
 
@@ -45,22 +45,18 @@ def trapezoid(
   q, k, v, g, dt, mix, last_k, last_v, segment_ids: Int[Array, "B T"] | None
 ) -> Trapezoid:
   """Returns the tokens with those before them, of the same document."""
-  if segment_ids is not None:
-    q, k, v, g, dt, mix = blank_padding((q, k, v, g, dt, mix), segment_ids >= 0)
-  own = mix * dt
   shifted = lambda first, x: jnp.concatenate([first[:, None].astype(x.dtype), x[:, :-1]], axis=1)
-  before = lambda first, x: shifted(first, x)
+  before = shifted
   if segment_ids is not None:
     document, is_token = packing(segment_ids)
     begins = document != previous(document)
-    source = shifted(jnp.full(g.shape[:1], -1), last_token(is_token)) + 1  # 0: the first
+    source = shifted(jnp.full(g.shape[:1], -1), last_token(is_token)) + 1
 
     def before(first, x):
-      x = jnp.concatenate([first[:, None].astype(x.dtype), x], axis=1)
-      place = source.reshape(*source.shape, *(1,) * (x.ndim - 2))
-      x = jnp.take_along_axis(x, place, axis=1)
-      return jnp.where(begins.reshape(place.shape), jnp.zeros((), x.dtype), x)
+      blank = begins.reshape(*begins.shape, *(1,) * (x.ndim - 2))
+      return jnp.where(blank, jnp.zeros((), x.dtype), taken(first, x, source))
 
+  own = mix * dt
   weight = jnp.exp(g) * (before(jnp.zeros_like(own[:, 0]), own) + (1 - mix) * dt)
   return Trapezoid(q, k, v, g, own, before(last_k, k), before(last_v, v), weight)
 
@@ -90,25 +86,11 @@ def unread(x: Trapezoid, scale) -> Float[Array, "B T R HV V"]:
   return o if R == 1 else o + read(x.k_before, x.v_before, x.before, later)
 
 
-def last_state(state: Float[Array, "B HV K V"], x: Trapezoid, last_k, last_v, segment_ids):
+def last_state(state: Float[Array, "B HV K V"], x: Trapezoid, last_k, last_v, is_token):
   """Returns (S, k, v) behind the last token that is not padding, from P."""
-  B, T = x.g.shape[:2]
-  place = jnp.full((B,), T - 1)
-  if segment_ids is not None and T:
-    place = last_token(segment_ids >= 0)[:, -1]
-
-  def at_last(first, y):
-    if T == 0:
-      return first.astype(state.dtype)
-    rows = (B, *(1,) * (y.ndim - 2))
-    found = jnp.take_along_axis(y, jnp.maximum(place, 0).reshape(B, 1, *rows[1:]), axis=1)[:, 0]
-    return jnp.where(place.reshape(rows) < 0, *(a.astype(state.dtype) for a in (first, found)))
-
-  k, v, own = (
-    at_last(last_k, x.k),
-    at_last(last_v, x.v),
-    at_last(jnp.zeros_like(state[..., 0, 0]), x.own),
-  )
+  at_last = lambda first, y: at_last_token(first, y.astype(state.dtype), is_token)
+  k, v = at_last(last_k, x.k), at_last(last_v, x.v)
+  own = at_last(jnp.zeros_like(state[..., 0, 0]), x.own)
   keys = jnp.repeat(k, v.shape[2] // k.shape[2], axis=2)
   written = keys[..., None] * (own[:, None, :, None] * v)[..., None, :]
   return state + written.sum(1), k, v
@@ -116,17 +98,13 @@ def last_state(state: Float[Array, "B HV K V"], x: Trapezoid, last_k, last_v, se
 
 def _problem(call: Call) -> Problem:
   """Linear attention that writes the token before; see `mamba3`."""
-  x, dtype, ids = call.arrays, call.dtype, call.segment_ids
-  several = x["q"].ndim == 5  # keys per token
-  per_rank = lambda a: a if several else a[:, :, None]
-  q, k, v = (per_rank(x[name]) for name in "qkv")
-  S, last_k, last_v = call.state
-  if S is None or last_k is None or last_v is None:
-    S = jnp.zeros((*x["g"].shape[::2], k.shape[-1], v.shape[-1]), dtype)
-    last_k, last_v = (jnp.zeros((a.shape[0], *a.shape[2:]), dtype) for a in (k, v))
-  elif not several:
+  dtype, ids, (S, last_k, last_v) = call.dtype, call.segment_ids, call.state
+  q, k, v, *gates = call.blank("q", "k", "v", "g", "dt", "trapezoid")
+  several = q.ndim == 5  # keys per token
+  if not several:
+    q, k, v = (a[:, :, None] for a in (q, k, v))
     last_k, last_v = last_k[:, None], last_v[:, None]
-  g, dt, mix = (x[name].astype(dtype) for name in ("g", "dt", "trapezoid"))
+  g, dt, mix = (a.astype(dtype) for a in gates)
   parts = trapezoid(q, k, v, g, dt, mix, last_k, last_v, ids)
 
   def output(o):
@@ -134,12 +112,13 @@ def _problem(call: Call) -> Problem:
     return o if several else o[:, :, 0]
 
   def final(state):
-    S, *last = last_state(state, parts, last_k, last_v, ids)
+    is_token = jnp.ones(v.shape[:2], bool) if ids is None else ids >= 0
+    S, *last = last_state(state, parts, last_k, last_v, is_token)
     return S, *(a if several else a[:, 0] for a in last)
 
   tokens = linear_attention.AdditiveTokens(*recurrence(parts))
   written = None if ids is None else jnp.repeat(ids, q.shape[2], axis=1)
-  return Problem(linear_attention.rule, tokens, S.astype(dtype), written, output, final)
+  return Problem(linear_attention.rule, tokens, S, written, output, final)
 
 
 _STEPS = dict.fromkeys(("g", "dt", "trapezoid"), "B T HV")

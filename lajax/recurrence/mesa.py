@@ -15,12 +15,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from lajax._numerics import vary_like
-from lajax.recurrence.documents import blank_padding, packing, without_padding
 from lajax.recurrence.families import LINEAR_ATTENTION
-from lajax.recurrence.family import QKV, Call, Family, Problem
+from lajax.recurrence.family import QKV, Call, Family, Problem, in_documents
 from lajax.recurrence.linear_attention import AdditiveTokens, decay_state, rule, token_decay
 from lajax.recurrence.rule import Affine, Rule
 from lajax.recurrence.tokens import associative
@@ -64,8 +63,9 @@ def _no_chunk(x, masks, precision):
 exact = Rule(_step, _lift, _solution, _no_chunk)
 
 
-def _by_factors(x: Systems, G: Float[Array, "B HV K K"], document) -> Float[Array, "B T HV K"]:
+def _by_factors(problem: Problem, document: Int[Array, "B T"] | None):
   """Solves block by block, so that the matrices of one block alone are in memory."""
+  x, state = problem.tokens, problem.state
   B, T = x.q.shape[:2]
   L = max(1, min(T, BLOCK))
   N = -(-T // L)
@@ -75,19 +75,17 @@ def _by_factors(x: Systems, G: Float[Array, "B HV K K"], document) -> Float[Arra
     return jnp.moveaxis(y.reshape(B, N, L, *y.shape[2:]), 1, 0)
 
   def solve(carry, block):
-    G, last = carry
-    x, document = block
-    if document is None:
-      o, G = associative(exact, x, G)
-      return (G, last), o
-    o, G = associative(exact, x, G, document - last[:, None])
-    return (G, document[:, -1]), o
+    (G, last), (x, document) = carry, block
+    within = None if document is None else document - last[:, None]
+    o, G = associative(exact, x, G, within)
+    return (G, None if document is None else document[:, -1]), o
 
-  if document is not None:
-    document = blocks(document, "edge")
-  last = None if document is None else jnp.zeros((B,), document.dtype)
-  _, o = lax.scan(solve, (vary_like(G, x), last), (jax.tree.map(blocks, x), document))
-  return jnp.moveaxis(o, 0, 1).reshape(B, N * L, *x.q.shape[2:])[:, :T]
+  first = None if document is None else jnp.zeros((B,), document.dtype)
+  documents = None if document is None else blocks(document, "edge")
+  (state, _), o = lax.scan(
+    solve, (vary_like(state, x), first), (jax.tree.map(blocks, x), documents)
+  )
+  return jnp.moveaxis(o, 0, 1).reshape(B, N * L, *x.q.shape[2:])[:, :T], state
 
 
 # --- by conjugate gradients ----------------------------------------------------------------------
@@ -116,17 +114,10 @@ def _by_gradients(steps: int, matvec, b: Float[Array, "B T HV K"]) -> Float[Arra
 
 
 def _problem(call: Call) -> Problem:
-  x, dtype, ids = call.arrays, call.dtype, call.segment_ids
-  q, k, v, beta, ridge = (x[name].astype(dtype) for name in ("q", "k", "v", "beta", "ridge"))
-  if ids is not None:  # before products of inputs, so that NaN in padding stays out of gradients
-    q, k, v, beta = blank_padding((q, k, v, beta), ids >= 0)
-  (B, _, H, K), (HV, V) = k.shape, v.shape[2:]
-  spread = lambda a: jnp.repeat(a, HV // H, axis=2)
-  G, S = (
-    jnp.zeros((B, HV, K, width), dtype) if part is None else part.astype(dtype)
-    for part, width in zip(call.state, (K, V), strict=True)
-  )
-  root = lax.rsqrt(ridge)[None, None]
+  x, dtype, ids, (G, S) = call.arrays, call.dtype, call.segment_ids, call.state
+  q, k, v, beta = (a.astype(dtype) for a in call.blank("q", "k", "v", "beta"))
+  spread = lambda a: jnp.repeat(a, v.shape[2] // k.shape[2], axis=2)
+  root = lax.rsqrt(x["ridge"].astype(dtype))[None, None]
   weighted, roots = beta[..., None] * spread(k), spread(root)
   g = None if x["g"] is None else x["g"].astype(dtype)
   # A state is read as G^T p; G is symmetric, but a derivative by it need not be.
@@ -140,11 +131,8 @@ def _problem(call: Call) -> Problem:
   def solve(matvec, b):
     if call.options["cg_steps"] is not None:
       return _by_gradients(call.options["cg_steps"], matvec, b)
-    if ids is None:
-      return _by_factors(Systems(b, scaled["k"], scaled["v"], g), first, None)
-    document, is_token = packing(ids)
-    systems = blank_padding(Systems(b, scaled["k"], scaled["v"], g), is_token)
-    return without_padding(_by_factors(systems, first, document), is_token)
+    systems = Problem(exact, Systems(b, scaled["k"], scaled["v"], g), first, ids)
+    return in_documents(systems, _by_factors)[0]
 
   solution = lax.custom_linear_solve(matvec, spread(q * root), solve, symmetric=True) * roots
   values = jnp.concatenate([weighted, beta[..., None] * v], axis=-1)
@@ -153,8 +141,8 @@ def _problem(call: Call) -> Problem:
     AdditiveTokens(solution, spread(k) if call.by_kernels else k, values, g),
     jnp.concatenate([G, S], axis=-1),
     ids,
-    lambda o: o[..., K:],
-    lambda state: (state[..., :K], state[..., K:]),
+    lambda o: o[..., k.shape[-1] :],
+    lambda state: tuple(jnp.split(state, [k.shape[-1]], axis=-1)),
   )
 
 

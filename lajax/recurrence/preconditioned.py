@@ -13,9 +13,8 @@ from jaxtyping import Array, Float
 
 from lajax._shapes import check_not_negative, check_number
 from lajax.recurrence.delta_rule import Corrections, DeltaTokens, corrections, rule
-from lajax.recurrence.documents import blank_padding
 from lajax.recurrence.families import linear_recurrence_of
-from lajax.recurrence.family import DECAY, MATRIX, QKV, Call, Family, Problem, first_matrix
+from lajax.recurrence.family import DECAY, MATRIX, QKV, Call, Family, Problem
 
 
 def options_of(base: float, eps: float, center: float) -> dict[str, float]:
@@ -36,11 +35,9 @@ def _preconditioner(
 
 
 def _problem(call: Call) -> Problem:
-  x, dtype, ids, (S, A) = call.arrays, call.dtype, call.segment_ids, call.state
-  names = ("k", "v", "beta", "beta_precond", "g_precond")
-  k, v, beta, strength, g = (x[name].astype(dtype) for name in names)
-  if ids is not None:  # before products of inputs, so that NaN in padding stays out of gradients
-    k, v, beta, strength = blank_padding((k, v, beta, strength), ids >= 0)
+  x, (S, A) = call.arrays, call.state
+  inputs = call.blank("k", "v", "beta", "beta_precond", "g_precond")
+  k, v, beta, strength, g = (a.astype(call.dtype) for a in inputs)
   squares = {"x": strength[..., None] * k * k, "log_a": jnp.broadcast_to(g[..., None], k.shape)}
   A, (last_A,) = call.aside(linear_recurrence_of(2), squares, (A,))
   m = _preconditioner(A, *(call.options[name] for name in ("base", "eps", "center")))
@@ -51,8 +48,7 @@ def _problem(call: Call) -> Problem:
     tokens, own = DeltaTokens(x["q"], m * k, x["v"], *strengths, x["g"]), rule
   else:
     tokens, own = Corrections(x["q"], m * k, beta * spread(k), beta * v, x["g"]), corrections
-  state = first_matrix(call._replace(state=(S,)))
-  return Problem(own, tokens, state, ids, final=lambda S: (S, last_A))
+  return Problem(own, tokens, S, call.segment_ids, final=lambda S: (S, last_A))
 
 
 PRECONDITIONED_DELTA_RULE = Family(
