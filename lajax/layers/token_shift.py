@@ -12,7 +12,6 @@ from lajax.layers.mixer import Mixer
 from lajax.layers.parameters import Linear, aligned, widen
 from lajax.layers.stateful import computation_dtype
 from lajax.ops import short_conv
-from lajax.ops.norm import over_rows
 
 
 class TokenShiftMixer(Mixer):
@@ -95,6 +94,6 @@ class HeadNorm(nnx.Module):
     wide = wide - wide.mean(-1, keepdims=True)
     y = wide / jnp.sqrt((wide * wide).mean(-1, keepdims=True) + self.eps)
     flat = lax.collapse(y, 2)
-    per_channel = lambda w: over_rows(w[...].astype(flat.dtype).reshape(-1), flat.shape)
+    per_channel = lambda w: jnp.broadcast_to(w[...].astype(flat.dtype).reshape(-1), flat.shape)
     y = flat * per_channel(self.weight) + per_channel(self.bias)
     return y.reshape(x.shape).astype(x.dtype)

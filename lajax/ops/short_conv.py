@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 from lajax import _shapes, pallas
 from lajax._meshes import axes_of_letters, on_automatic_axes, spec_for, spec_of
 from lajax._numerics import accumulation_dtype
-from lajax.ops.norm import over_rows
 from lajax.ops.run import kernels_compute
 from lajax.recurrence.documents import blank_padding
 
@@ -136,7 +135,7 @@ def _taps(seen, mask, weight, bias, silu: bool):
   W = weight.shape[1]
   shape = (seen.shape[0], seen.shape[1] - W + 1, seen.shape[2])
   wide = seen.astype(accumulation_dtype(seen, weight))
-  spread = lambda one_per_channel: over_rows(one_per_channel.astype(wide.dtype), shape)
+  spread = lambda one_per_channel: jnp.broadcast_to(one_per_channel.astype(wide.dtype), shape)
   taps = (mask(wide[:, w : w + shape[1]], w) * spread(weight[:, w]) for w in range(W))
   y = functools.reduce(jnp.add, taps)
   y = y if bias is None else y + spread(bias)

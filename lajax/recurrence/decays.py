@@ -37,12 +37,14 @@ larger than the gradient of a strong gate.
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lajax._numerics import NEGLIGIBLE, block_lower, row_sums, transposed, vary_like
+from lajax.recurrence.transforms import join_batches
 
 SIDE = 16  # tokens of a block in which every decay per channel is exp of a sum of its own
 LOWEST_BOUND = -5.0  # of log decays, so that half a block decays by no more than e^-40
@@ -410,15 +412,33 @@ def _decay_per_head(g: Float[Array, "C"]) -> tuple[Array, Array, Array]:
   """between, from_start and to_end; each is exp of a sum over its own interval."""
   lower = np.tri(len(g), dtype=g.dtype)
   terms = jnp.where(np.tri(len(g), k=-1, dtype=bool), g[:, None], 0)
-  between = jnp.where(lower > 0, jnp.exp(_sums(lower, terms)), 0)
-  from_start = jnp.exp(_sums(lower, g[:, None]))
+  between = jnp.where(lower > 0, jnp.exp(_sums(lower, terms[None])[0]), 0)
+  from_start = jnp.exp(g[0]) * between[:, :1]
   return between, from_start, between[-1][:, None]
 
 
-def _sums(intervals: np.ndarray, x: Array) -> Array:
+def _sums(intervals: np.ndarray, x: Float[Array, "M S K"]) -> Float[Array, "M R K"]:
   """Sums of rows of x over intervals, as one product, without -inf: 0 times -inf is NaN."""
-  weights = vary_like(jnp.asarray(intervals, x.dtype), x)
-  return jnp.matmul(weights, jnp.maximum(x, NEGLIGIBLE), precision=lax.Precision.HIGHEST)
+  return _weighted(jnp.asarray(intervals, x.dtype), jnp.maximum(x, NEGLIGIBLE))
+
+
+@jax.custom_jvp
+def _weighted(weights: Float[Array, "R S"], x: Float[Array, "M S K"]) -> Float[Array, "M R K"]:
+  """The weights, which are constants, times each matrix of x, of all chunks together.
+
+  There is a copy of the weights for each matrix. With one for all, XLA makes one product of all
+  matrices, and reorders x and the result for it.
+  """
+  copies = jnp.broadcast_to(weights, (len(x), *weights.shape))
+  product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+  return join_batches(product, (0, 0), 0)(vary_like(copies, x), x)
+
+
+@_weighted.defjvp
+def _weighted_jvp(primals, tangents):
+  weights, x = primals
+  moved = jnp.matmul(vary_like(weights, x), tangents[1], precision=lax.Precision.HIGHEST)
+  return _weighted(weights, x), moved
 
 
 def _decay_per_channel(
@@ -513,9 +533,9 @@ def _gate_pullback_per_channel(
   intervals = _intervals(side, _has_halves(levels, side)).T
   if not _has_halves(levels, side):
     intervals[:, :side] = np.triu(np.ones((side, side)))  # [l i]: a token i decays by its l <= i
-  intervals = vary_like(jnp.asarray(intervals, small.dtype), small)
+  intervals = jnp.asarray(intervals, small.dtype)
   of_small, of_upto, of_after = jnp.split(intervals, [levels * side, (levels + 1) * side], axis=1)
-  full = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-  dg = full(of_small, lax.optimization_barrier(small).reshape(M, -1, K)) + whole[:, None]
-  dg += full(of_upto, upto.reshape(M, side, K)) + full(of_after, after.reshape(M, side, K))
+  dg = _weighted(of_small, lax.optimization_barrier(small).reshape(M, -1, K)) + whole[:, None]
+  dg += _weighted(of_upto, upto.reshape(M, side, K))
+  dg += _weighted(of_after, after.reshape(M, side, K))
   return dg.reshape(C, K)
