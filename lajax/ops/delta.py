@@ -1,5 +1,6 @@
 """States that are corrected: delta rule and products, Oja's rule, diagonal plus low rank."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lajax import _shapes, pallas
@@ -287,6 +288,12 @@ def _supports(x, state, chunk_size: int | None) -> str | None:
   return pallas.supports_delta_rule_by_channel(*arrays, x.write, x.g, state, chunk_size=chunk_size)
 
 
+def _decode(x, state, scale: float):
+  v = x.v if x.write is None else x.write * x.v.astype(jnp.float32)
+  state, o = pallas.decode_delta_rule(state, x.q, x.k, v, x.erase, x.g, scale)
+  return state, o.astype(x.v.dtype)
+
+
 def _dplr_kernels(x, state, document, scale: float):
   return pallas.run_dplr(x.q, x.k, x.v, x.a, x.b, x.g, state, document, scale)
 
@@ -295,8 +302,12 @@ def _dplr_supports(x, state, chunk_size: int | None) -> str | None:
   return pallas.supports_dplr(x.q, x.k, x.v, x.a, x.b, x.g, state, chunk_size=chunk_size)
 
 
-CORRECTED_KERNELS = {"kernels": _kernels, "supports": _supports}
+def _dplr_decode(x, state, scale: float):
+  return pallas.decode_dplr(state, x.q, x.k, x.v, x.a, x.b, x.g, scale)
+
+
+CORRECTED_KERNELS = {"kernels": _kernels, "supports": _supports, "decode": _decode}
 DELTA_RULE = Op(family=families.DELTA_RULE, **CORRECTED_KERNELS)
 DELTA_PRODUCT = Op(family=families.DELTA_PRODUCT, **CORRECTED_KERNELS)
 GATED_OJA = Op(family=families.GATED_OJA)
-DPLR = Op(family=families.DPLR, kernels=_dplr_kernels, supports=_dplr_supports)
+DPLR = Op(family=families.DPLR, kernels=_dplr_kernels, supports=_dplr_supports, decode=_dplr_decode)

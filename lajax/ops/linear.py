@@ -1,5 +1,7 @@
 """Additive states: linear attention, normalised, and with the gates of the matrix LSTM."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -237,12 +239,17 @@ def _supports(x, state, chunk_size: int | None) -> str | None:
   return pallas.supports_linear_attention(x.q, x.k, x.v, x.g, state, chunk_size=chunk_size)
 
 
-ADDITIVE_KERNELS = {"kernels": _kernels, "supports": _supports}
+def _decode(x, state, scale: float, reads_before: bool = False):
+  return pallas.decode_linear_attention(state, x.q, x.k, x.v, x.g, scale, reads_before)
+
+
+ADDITIVE_KERNELS = {"kernels": _kernels, "supports": _supports, "decode": _decode}
 LINEAR_ATTENTION = Op(family=families.LINEAR_ATTENTION, **ADDITIVE_KERNELS)
 LINEAR_ATTENTION_WITH_BONUS = Op(
-  family=families.LINEAR_ATTENTION_WITH_BONUS, kernels=_kernels_reading_before, supports=_supports
+  family=families.LINEAR_ATTENTION_WITH_BONUS,
+  kernels=_kernels_reading_before,
+  supports=_supports,
+  decode=functools.partial(_decode, reads_before=True),
 )
-NORMALIZED_LINEAR_ATTENTION = Op(
-  family=families.NORMALIZED_LINEAR_ATTENTION, kernels=_kernels, supports=_supports
-)
+NORMALIZED_LINEAR_ATTENTION = Op(family=families.NORMALIZED_LINEAR_ATTENTION, **ADDITIVE_KERNELS)
 MLSTM = Op(family=families.MLSTM, **ADDITIVE_KERNELS)
