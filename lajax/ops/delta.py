@@ -55,8 +55,8 @@ def delta_rule(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k and v are bfloat16,
-      else 128.
+      "chunked", or "recurrent" for one token). Kernels take K up to 256 where q, k and v are
+      bfloat16, else 128.
     bound: a negative number that no entry of `g` is below, or None if there is no such number. From
       -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
       rounding. Under jit, a decay far below it gives numbers that are not finite.
@@ -126,7 +126,7 @@ def delta_product(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token).
+      "chunked", or "recurrent" for one token).
 
   Returns:
     o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
@@ -244,7 +244,7 @@ def dplr(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k, v, a and b are
+      "chunked", or "recurrent" for one token). Kernels take K up to 256 where q, k, v, a and b are
       bfloat16, else 128.
 
   Returns:

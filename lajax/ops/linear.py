@@ -49,7 +49,7 @@ def linear_attention(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token).
+      "chunked", or "recurrent" for one token).
     bound: a negative number that no entry of `g` is below, or None if there is no such number. From
       -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
       rounding. Under jit, a decay far below it gives numbers that are not finite.
@@ -121,7 +121,7 @@ def normalized_linear_attention(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token).
+      "chunked", or "recurrent" for one token).
 
   Returns:
     o [B T HV V] in v.dtype, and the state (S [B HV K V], z [B HV K]) behind the last token that is
@@ -182,7 +182,7 @@ def mlstm(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token).
+      "chunked", or "recurrent" for one token).
 
   Returns:
     o [B T HV V] in v.dtype, and the state (C, n, m) behind the last token that is not padding, in
