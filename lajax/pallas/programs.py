@@ -127,8 +127,8 @@ def programs(
   """Returns the programs of a family by name.
 
   * `forward`, and `train`: forward and all gradients.
-  * `decode`: one token, where there is such a kernel; `decode before`, where q reads the state before
-    the token, and `decode by channel`, of the delta rule with a strength per channel.
+  * `decode`: one token, where there is such a kernel; `decode before`, where q reads the state
+    before the token, and `decode by channel`, of the delta rule with a strength per channel.
   * `splits` or `whole`: the launches that go through time, with time splits where `train` has none,
     without where it has.
 
