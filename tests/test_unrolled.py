@@ -55,7 +55,9 @@ def test_what_else_knows_of_layers(models):
   assert kinds(each) == [(kind, 1) for kind, _ in kinds(stacked)] * 2
   with pytest.raises(ValueError, match=r"must be \[B \.\.\] = \(3, \.\.\); got \(2,"):
     each(jnp.zeros((3, 1), int), each.init_state(2))
-  with pytest.raises(ValueError, match="Save the model that `lajax.models.unrolled` was called with"):
+  with pytest.raises(
+    ValueError, match=r"Save the model that `lajax.models.unrolled` was called with"
+  ):
     save(each, "nowhere")
   with pytest.raises(ValueError, match="must be a LanguageModel; got Linear"):
     unrolled(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
