@@ -262,16 +262,19 @@ def test_memory_does_not_grow():
 
 
 @pytest.mark.slow
-def test_bfloat16():
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_dtypes(dtype):
   """The pool has the dtypes that calls keep."""
-  model = cases.model("hybrid", dtype="bfloat16")
-  engine = Engine(model, **cases.SIZES)
-  before = [x.dtype for x in engine._memory.pool]
-  request = Asked(HELLO[:3], {"max_tokens": 5})
-  handle = engine.submit(request.prompt, **request.options)
-  assert handle.result() == alone(model, request)[0]
-  assert [x.dtype for x in engine._memory.pool] == before
-  assert jnp.bfloat16 in before
+  with jax.enable_x64(dtype == "float64"):
+    model = cases.model("hybrid", dtype=dtype)
+    engine = Engine(model, **cases.SIZES)
+    before = [x.dtype for x in engine._memory.pool]
+    request = Asked(HELLO[:3], {"max_tokens": 5})
+    handle = engine.submit(request.prompt, **request.options)
+    assert handle.result() == alone(model, request)[0]
+    assert [x.dtype for x in engine._memory.pool] == before
+    assert jnp.dtype(dtype) in before
 
 
 # --- wrong arguments ---
