@@ -186,7 +186,7 @@ def test_what_the_kernel_does_not_take():
   assert "delta_outputs" in kernel_names(product("pallas"), k)
   many = jax.ShapeDtypeStruct((2**20, 2**12, 16, 16), jnp.float32)
   row = jax.ShapeDtypeStruct((2**20, 2**12, 16), jnp.float32)
-  assert "2^31 programs" in lajax.pallas.supports_decode(many, row)
+  assert "2^31 programs" in lajax.pallas.supports_decode(many, {"q": row})
 
 
 @pytest.mark.usefixtures("gpu")

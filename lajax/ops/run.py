@@ -131,7 +131,7 @@ def _decodes(op: Op, given: Call) -> bool:
     launches = tokens.q.shape[1]
     if launches > MOST_LAUNCHES:
       return f"one token would be {launches} launches."
-    return pallas.supports_decode(state, **token._asdict())
+    return pallas.supports_decode(state, token._asdict())
 
   return op.decode is not None and _refusal(supports, op.family, given) is None
 

@@ -6,6 +6,7 @@ its decay.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -94,18 +95,16 @@ def decode(
   return state, o
 
 
-def supports(
-  state: Float[Array, "B HV K V"], q: Float[Array, "B H K"], **others: Array | None
-) -> str | None:
+def supports(state: Float[Array, "B HV K V"], token: Mapping[str, Array | None]) -> str | None:
   """Returns a sentence that says what the kernel does not take, or None.
 
-  Reads shapes and dtypes only.
+  Reads shapes and dtypes only. `token` are the other arrays by name, `q` [B H K] among them.
   """
-  if reason := float64_refusal({"state": state, "q": q, **others}):
+  if reason := float64_refusal({"state": state, **token}):
     return reason
   if any(map(jax.export.is_symbolic_dim, state.shape)):
     return f"the kernels must know the sizes of the state, and they are {state.shape}."
-  p = _plan(state, q, None, 1.0)
+  p = _plan(state, token["q"], None, 1.0)
   if p.K > MAX_K:
     return f"the kernels take keys of up to K = {MAX_K}, and K is {p.K}."
   return refusal_of_programs(p, places(p, AXES)[1])
