@@ -31,7 +31,6 @@ from lajax.recurrence.attention import (
   softmax_weights,
   visible,
 )
-from lajax.recurrence.documents import any_not_finite
 
 MOST_JOINED = 4  # key heads; with 16 of 96 channels both products take equally long
 
@@ -142,16 +141,30 @@ def _read_blocks(inputs: _Inputs, window: int | None, scale: float | None):
     document = jnp.where(is_new[None], document, jnp.full((), -1, document.dtype))
     mask = visible(query_place, Placement(cut(key_place.position), document), True, window)
 
-    def read(total: Partial) -> Partial:
-      arrays, k_finite = _without_nonfinite(tuple(cut(x).astype(dtype) for x in caches))
+    def products(arrays, k_finite) -> Partial:
       values = arrays[0] if inputs.v is None else arrays[-1]
       pairs = zip(queries, arrays[: len(keys)], strict=True)
-      parts = [_scores(q, k, precision) for q, k in pairs]
-      scores = functools.reduce(jnp.add, parts)
+      scores = functools.reduce(jnp.add, [_scores(q, k, precision) for q, k in pairs])
       m, p = softmax_weights(scores[:, :, :, None], mask[:, None, None])
       a = _weighted_sum(p[:, :, :, 0], values, precision)[:, :, :, None]
-      finite = reads_finite(mask, q_finite, k_finite)
-      return merge(total, Partial(m, p.sum(-1), a, finite))
+      return Partial(m, p.sum(-1), a, reads_finite(mask, q_finite, k_finite))
+
+    def of_finite(arrays) -> Partial:
+      known = jnp.ones(arrays[0].shape[:3], bool)
+      return products(arrays, vary_like(known, arrays))
+
+    def of_any(arrays) -> Partial:
+      pairs = [finite_rows(x) for x in arrays]
+      k_finite = functools.reduce(jnp.logical_and, [finite for _, finite in pairs])
+      return products(tuple(x for x, _ in pairs), k_finite)
+
+    def read(total: Partial) -> Partial:
+      # Nearly all blocks are finite, and their extremes say so quickly. A conditional that returned
+      # the block, and not what is read from it, would copy it on a CPU.
+      arrays = tuple(cut(x).astype(dtype) for x in caches)
+      extremes = [f(x, axis=1) for x in arrays for f in (jnp.max, jnp.min)]
+      all_finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in extremes])
+      return merge(total, lax.cond(all_finite, of_finite, of_any, arrays))
 
     return lax.cond(mask.any(), read, lambda total: total, total)
 
@@ -159,22 +172,6 @@ def _read_blocks(inputs: _Inputs, window: int | None, scale: float | None):
   begin = jax.tree.map(lambda x: vary_like(x, inputs), begin)
   o = finish(lax.fori_loop(0, -(-S // size), body, begin))  # [B HK G 1 V]
   return o.reshape(B, 1, H, V).astype(v.dtype)
-
-
-def _without_nonfinite(arrays: tuple[Float[Array, "B C HK Kn"], ...]):
-  """Returns arrays with zeros in rows that are not finite, and [B C HK]: whether all rows are.
-
-  Nearly all blocks are finite. They pass through a loop of no rounds: XLA's CPU compiler copies
-  what a conditional returns, and not what a loop carries.
-  """
-  broken = functools.reduce(jnp.logical_or, [any_not_finite(x, 3) for x in arrays])
-
-  def cleaned(carry):
-    arrays, more = carry
-    return tuple(finite_rows(x)[0] for x in arrays), jnp.zeros_like(more)
-
-  arrays, _ = lax.while_loop(lambda carry: carry[1], cleaned, (arrays, broken.any()))
-  return arrays, ~broken
 
 
 # --- products -------------------------------------------------------------------------------------
