@@ -15,7 +15,10 @@ from lajax.models import LanguageModel, hybrid_config, save, unrolled
 @pytest.fixture(scope="module")
 def models():
   config = hybrid_config(16, 32, [L.GatedDeltaNet, L.MLA], num_layers=4)
-  model = LanguageModel(config, rngs=nnx.Rngs(0))
+  graph, p = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+  rng = np.random.default_rng(0)
+  draw = lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype)
+  model = nnx.merge(graph, jax.tree.map(draw, p))
   assert [stack.repeats for stack in model.stacks] == [2]
   return model, unrolled(model)
 
@@ -38,12 +41,12 @@ def test_logits_and_states_are_the_same(models):
     return cases.quick_jit(f)(parameters, tokens, ids)
 
   (logits, hidden, state), (own_logits, own_hidden, own_state) = run(stacked), run(each)
-  np.testing.assert_allclose(own_logits, logits, rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(own_hidden, hidden, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(own_logits, logits, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(own_hidden, hidden, rtol=1e-5, atol=1e-5)
   (period,), (layers,) = state, own_state
   for n, layer in enumerate(layers):
     want = jax.tree.map(lambda a, n=n: a[n // 2], period[n % 2])
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), layer, want)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), layer, want)
 
 
 def test_what_else_knows_of_layers(models):
@@ -77,6 +80,7 @@ def test_generation_and_serving(models):
   assert [list(handle.tokens) for handle in handles] == want.tolist()
 
 
+@pytest.mark.slow
 def test_a_decode_step_copies_no_cache(models):
   """Compiled with the state donated: nothing of the size of a cache is allocated."""
   _, each = models
