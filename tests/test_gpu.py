@@ -20,7 +20,12 @@ KERNELS = [
   for op in ("linear_attention", "delta_rule", "dplr")
   for gate in ("none", "head", "channel")
 ]
-SHAPES = (Shape(), Shape(T=130, H=2, HV=4, K=128, V=128), Shape(T=65, H=1, HV=2, K=192, V=72))
+SHAPES = (
+  Shape(),
+  Shape(T=130, H=2, HV=4, K=128, V=128),
+  Shape(T=65, H=1, HV=2, K=192, V=72),
+  Shape(T=1, H=2, HV=4, K=100, V=72),  # the kernel of one token
+)
 
 
 ALL = [  # all that the kernels take

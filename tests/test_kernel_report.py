@@ -70,7 +70,8 @@ def _lowered():
   """Yields all families; of those with time splits, the other number of splits too. Two are fast."""
   for family in KERNELS:
     marks = () if family in ("linear_attention", "norm") else pytest.mark.slow
-    yield pytest.param(family, {"train", "decode"}, id=family, marks=marks)
+    wanted = {"train", "decode", "decode before", "decode by channel"}
+    yield pytest.param(family, wanted, id=family, marks=marks)
     if family in GATED:
       yield pytest.param(family, {"splits", "whole"}, id=f"{family}-splits", marks=pytest.mark.slow)
 

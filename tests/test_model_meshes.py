@@ -1,4 +1,6 @@
-"""A whole model on two devices gives the numbers of one: logits, state, a step of gradients."""
+"""A whole model on two devices gives the numbers of one: logits, state, a step of gradients; and
+an engine gives its tokens.
+"""
 
 import tempfile
 
@@ -7,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mesh_cases import TOLERANCE, report_of, spec
 
 import lajax.layers as L
 import lajax.models as M
+from lajax.serve import Engine
 
 HEADS = {"num_heads": 2, "head_dim": 8}
 DELTA = M.MixerConfig(L.GatedDeltaNet, HEADS | {"impl": "recurrent"})  # the fastest to compile
@@ -63,7 +66,27 @@ def report() -> dict[str, list[str]]:
   got = run(everywhere, tokens, place(IDS + 1, "data"), got["state"])
   found["second call"] = differences(got, want) + layouts(got)
   found["load"] = differences_of_loading(nnx.merge(graph, parameters), mesh)
+  found["engine"] = differences_of_serving(graph, parameters)
   return found
+
+
+def differences_of_serving(graph, parameters) -> list[str]:
+  """Says what an engine writes otherwise if its parameters are split over automatic axes."""
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+  def split(p):
+    axes = [None] * (p.ndim - 1) + ["data" if p.shape[-1] % 2 == 0 else None]
+    return jax.device_put(p, NamedSharding(mesh, PartitionSpec(*axes)))
+
+  def tokens(parameters):
+    model = nnx.merge(graph, parameters)
+    engine = Engine(model, slots=2, prefill_piece=4, max_length=16, page_size=8)
+    handles = [engine.submit(prompt, max_tokens=4) for prompt in ([1, 2, 3, 4, 5, 6], [7], [8, 9])]
+    engine.run()
+    return [handle.result() for handle in handles]
+
+  pairs = zip(tokens(jax.tree.map(split, parameters)), tokens(parameters), strict=True)
+  return [f"{got} in place of {want}" for got, want in pairs if got != want]
 
 
 def differences_of_loading(model, mesh) -> list[str]:

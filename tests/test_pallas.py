@@ -83,7 +83,7 @@ def test_dtypes(family, gate, dtype, packed):
 @pytest.mark.parametrize(
   ("gate", "shape", "dtype"),
   [
-    ("channel", Shape(T=1, H=2, HV=2, K=48, V=7), "float32"),
+    ("channel", Shape(T=2, H=2, HV=2, K=48, V=7), "float32"),
     ("head", Shape(T=17, H=1, HV=4, K=100, V=33), "float32"),
     ("channel", Shape(T=17, H=1, HV=4, K=100, V=33), "float32"),
     ("head", WIDE, "bfloat16"),

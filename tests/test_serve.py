@@ -61,14 +61,14 @@ def test_streams_interleave():
 
 def poison(engine: Engine) -> None:
   """Writes NaN to all slots and pages that no request holds."""
-  free_pages = [n for n in range(engine._page_count) if not engine._pages.holders(n)]
-  axes = zip(engine._layout.batch, engine._layout.places, engine._pool, strict=True)
+  free_pages = [n for n in range(engine._sizes.pages) if not engine._memory.pages.holders(n)]
+  axes = zip(engine._layout.batch, engine._layout.places, engine._memory.pool, strict=True)
   pool = []
   for batch, places, x in axes:
-    rows = engine._slots.free if places < 0 else free_pages
+    rows = engine._memory.slots.free if places < 0 else free_pages
     bad = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 10**6
     pool.append(x.at[(slice(None),) * batch + (np.array(rows, int),)].set(jnp.array(bad, x.dtype)))
-  engine._pool = pool
+  engine._memory.pool = pool
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def submitted(engine: Engine, request: Asked) -> Handle:
 
 def with_pages(engine: Engine, count: int) -> Engine:
   """The engine with so many free pages; an engine of fewer pages would compile anew."""
-  engine._pages.take(engine._pages.free - count)
+  engine._memory.pages.take(engine._memory.pages.free - count)
   return engine
 
 
@@ -151,7 +151,7 @@ def test_prefixes_keep_to_their_budget():
   texts = [[n] * 9 for n in range(5)]  # two pages, and one and a half of prefixes
   for text in texts:
     engine.submit(text, max_tokens=2).result()
-  known = [engine._cache.longest(text).length for text in texts]
+  known = [engine._memory.cache.longest(text).length for text in texts]
   assert known == [0, 0, 0, 4, 8]  # the longer prefix gives up its page first
   stats = engine.stats()
   assert stats.prefixes == 3
@@ -244,7 +244,7 @@ def test_memory_does_not_grow():
   rng = np.random.default_rng(4)
   engine = cases.engine("hybrid", cache_bytes=20_000)
   submit = lambda: engine.submit(rng.integers(0, 3, rng.integers(1, 12)).tolist(), max_tokens=2)
-  size = lambda: sum(x.nbytes for x in jax.live_arrays()) - engine._cache.state_bytes
+  size = lambda: sum(x.nbytes for x in jax.live_arrays()) - engine._memory.cache.state_bytes
   for _ in range(10):
     submit()
   engine.run()
@@ -258,20 +258,23 @@ def test_memory_does_not_grow():
   assert 0 < stats.cache_bytes <= 20_000
   assert not engine._unfinished
   assert not engine._news
-  assert len(engine._cache._held) == stats.pages - stats.free_pages
+  assert len(engine._memory.cache._held) == stats.pages - stats.free_pages
 
 
 @pytest.mark.slow
-def test_bfloat16():
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_dtypes(dtype):
   """The pool has the dtypes that calls keep."""
-  model = cases.model("hybrid", dtype="bfloat16")
-  engine = Engine(model, **cases.SIZES)
-  before = [x.dtype for x in engine._pool]
-  request = Asked(HELLO[:3], {"max_tokens": 5})
-  handle = engine.submit(request.prompt, **request.options)
-  assert handle.result() == alone(model, request)[0]
-  assert [x.dtype for x in engine._pool] == before
-  assert jnp.bfloat16 in before
+  with jax.enable_x64(dtype == "float64"):
+    model = cases.model("hybrid", dtype=dtype)
+    engine = Engine(model, **cases.SIZES)
+    before = [x.dtype for x in engine._memory.pool]
+    request = Asked(HELLO[:3], {"max_tokens": 5})
+    handle = engine.submit(request.prompt, **request.options)
+    assert handle.result() == alone(model, request)[0]
+    assert [x.dtype for x in engine._memory.pool] == before
+    assert jnp.dtype(dtype) in before
 
 
 # --- wrong arguments ---

@@ -139,7 +139,7 @@ def test_an_interrupt_of_a_step(name, when, monkeypatch):
   check_all(handles, requests)
   stats = engine.stats()
   assert stats.free_slots == 4
-  held = len(engine._cache._held)
+  held = len(engine._memory.cache._held)
   assert stats.pages == stats.free_pages + held
 
 

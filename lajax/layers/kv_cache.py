@@ -170,7 +170,7 @@ class CachedMixer(Mixer):
     self,
     q: Float[Array, "B T H K"],
     keys: Cache,
-    values: Float[Array, "B S HK V"],
+    values: Float[Array, "B S HK V"] | None,
     context: Context,
     documents: CallDocuments,
     *,
@@ -183,7 +183,7 @@ class CachedMixer(Mixer):
     Args:
       q: queries.
       keys: arrays [B S HK ..] whose channels together are those of a key.
-      values: values.
+      values: values; None for the first of `keys`.
       context: of `extend`.
       documents: of the call's tokens.
       scale, window, sink: as in `attend`.
@@ -194,6 +194,7 @@ class CachedMixer(Mixer):
     if q.shape[1] == 1 and self.cached_impl == "chunked":
       return attend_one(q, keys, values, **options)
     k = keys[0] if len(keys) == 1 else jnp.concatenate(keys, axis=-1)
+    values = keys[0] if values is None else values
     return attend(q, k, values, impl=self.cached_impl, **options)
 
 

@@ -1,8 +1,12 @@
 """Multi-head latent attention (MLA)."""
 
 import functools
+from collections.abc import Callable
 
+import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -11,6 +15,8 @@ from lajax.layers.kv_cache import CachedArray, CachedMixer, Context, gated
 from lajax.layers.parameters import Linear, check_rotary, rotate
 from lajax.layers.state import CallDocuments
 from lajax.ops import attention
+
+MOST_JOINED = 16  # queries of one token, over the batch and the heads
 
 
 class MLA(CachedMixer):
@@ -139,10 +145,49 @@ class MLA(CachedMixer):
 
   def _absorbed(self, q: Float[Array, "B T H K+P"], context: Context, documents: CallDocuments):
     """With W_k on the queries and W_v on the outputs: all heads read the latents as one."""
-    c, r = context.arrays
-    up = self.up_proj.kernel[...].astype(q.dtype).reshape(self.kv_rank, self.num_heads, -1)
-    k_up, v_up = jnp.split(up, [self.head_dim], axis=-1)
+    up = self.up_proj.kernel[...].astype(q.dtype)
     content, shared = jnp.split(q, [self.head_dim], axis=-1)
-    q = jnp.concatenate([jnp.einsum("bthk,rhk->bthr", content, k_up), shared], axis=-1)
-    o = self.attend_cached(q, (c, r), c, context, documents, scale=self.scale)
-    return jnp.einsum("bthr,rhv->bthv", o.astype(q.dtype), v_up)
+    q = jnp.concatenate([self._by_keys(content, up), shared], axis=-1)
+    o = self.attend_cached(q, context.arrays, None, context, documents, scale=self.scale)
+    return self._by_values(o.astype(q.dtype), up)
+
+  # A product per head needs W_k and W_v with heads in front, and XLA on a CPU copies them into that
+  # order for every token. There one product for all heads takes the place of H, if they are few: a
+  # query is zero at the channels of other heads, and of an output its own head's channels are kept.
+
+  def _by_keys(self, content: Float[Array, "B T H K"], up: Float[Array, "R H*(K+V)"]):
+    """Returns q W_k^T, [B T H R]."""
+    H, K = self.num_heads, self.head_dim
+    width = up.shape[1] // H
+
+    def by_head(content, up):
+      return jnp.einsum("bthk,rhk->bthr", content, up.reshape(-1, H, width)[..., :K])
+
+    def joined(content, up):
+      own = np.eye(H, dtype=bool)[None, None, :, :, None]
+      content = jnp.pad(content, [(0, 0), (0, 0), (0, 0), (0, width - K)])[:, :, :, None]
+      spread = jnp.where(own, content, jnp.zeros((), up.dtype))
+      return jnp.einsum("bthn,rn->bthr", spread.reshape(*spread.shape[:3], H * width), up)
+
+    return self._fewest_copies(joined, by_head, content, up)
+
+  def _by_values(self, o: Float[Array, "B T H R"], up: Float[Array, "R H*(K+V)"]):
+    """Returns o W_v, [B T H V]."""
+    H, K = self.num_heads, self.head_dim
+    width = up.shape[1] // H
+
+    def by_head(o, up):
+      return jnp.einsum("bthr,rhv->bthv", o, up.reshape(-1, H, width)[..., K:])
+
+    def joined(o, up):
+      own = np.eye(H, dtype=bool)[None, None, :, :, None]
+      found = jnp.einsum("bthr,rn->bthn", o, up).reshape(*o.shape[:3], H, width)[..., K:]
+      return jnp.where(own, found, jnp.zeros((), up.dtype)).sum(3)
+
+    return self._fewest_copies(joined, by_head, o, up)
+
+  def _fewest_copies(self, joined: Callable, by_head: Callable, x: Float[Array, "B T H N"], up):
+    """Returns the product of all heads or that of each, whichever costs less for so many tokens."""
+    B, T, H, _ = x.shape
+    few = T == 1 and not jax.export.is_symbolic_dim(B) and B * H <= MOST_JOINED
+    return jax.lax.platform_dependent(x, up, cpu=joined if few else by_head, default=by_head)

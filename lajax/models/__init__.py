@@ -14,7 +14,7 @@ from lajax.models.config import (
 )
 from lajax.models.families.sophia import sophia
 from lajax.models.generate import Completion, complete, generate
-from lajax.models.language_model import LanguageModel, ModelState
+from lajax.models.language_model import LanguageModel, ModelState, unrolled
 from lajax.models.recall import GatedShortConv, RecallModel, masked_positions, recall_loss
 from lajax.models.sampling import sample
 
@@ -43,4 +43,5 @@ __all__ = [
   "save",
   "sophia",
   "tensors",
+  "unrolled",
 ]

@@ -94,6 +94,8 @@ def _scaled(x: Array, factor: float) -> Array:
 class Stack(nnx.Module):
   """A period of blocks that repeats R times; the parameters of all repeats are stacked [R ..].
 
+  A stack that is unrolled has each layer once, in arrays without the axis R (`stacked` is False).
+
   Args:
     d_model: D.
     configs: of all its layers, R times the period.
@@ -112,7 +114,7 @@ class Stack(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.repeats = len(configs) // period
+    self.repeats, self.stacked = len(configs) // period, True
     common = {"dtype": dtype, "param_dtype": param_dtype}
     self.blocks = nnx.List(
       [
@@ -151,20 +153,40 @@ class Stack(nnx.Module):
         streams.append(x)
       return x, (tuple(after), jnp.stack(streams) if collect else None)
 
-    if self.repeats == 1:
+    if not self.stacked:
+      x, (after, streams) = period(x, (parameters, states))
+    elif self.repeats == 1:
       x, found = period(x, jax.tree.map(lambda a: a[0], (parameters, states)))
       after, streams = jax.tree.map(lambda a: a[None], found)
     else:
       x, (after, streams) = jax.lax.scan(period, x, (parameters, states))
     return x, after, None if streams is None else streams.reshape(-1, *x.shape)
 
+  def unrolled(self) -> "Stack":
+    """Returns the same layers with arrays of their own: each once, without the axis R."""
+    copy = nnx.merge(*nnx.split(self))
+    if not self.stacked:
+      return copy
+    split = [nnx.split(block) for block in self.blocks]
+    copy.blocks = nnx.List(
+      [
+        nnx.merge(graph, jax.tree.map(lambda a, r=r: a[r], parameters))
+        for r in range(self.repeats)
+        for graph, parameters in split
+      ]
+    )
+    copy.repeats, copy.stacked = 1, False
+    return copy
+
   def layer_blocks(self) -> list[Block]:
     """Returns the blocks of one repeat without parameters, for their options and shapes."""
-    return [unstacked(block) for block in self.blocks]
+    return [_shapes_of(block, self.stacked) for block in self.blocks]
 
   def init_state(self, batch: int, max_length: int | None, dtype) -> tuple[BlockState, ...]:
-    """Returns the states before the first token, [R B ..]."""
+    """Returns the states before the first token, [R B ..], or [B ..] if not stacked."""
     states = tuple(block.init_state(batch, max_length, dtype) for block in self.layer_blocks())
+    if not self.stacked:
+      return states
     return jax.tree.map(lambda s: jnp.broadcast_to(s[None], (self.repeats, *s.shape)), states)
 
 
@@ -196,8 +218,8 @@ def _fill_buffers(block: Block, configs: tuple[BlockConfig, ...]) -> None:
       buffer[...] = jnp.broadcast_to(values.reshape(buffer.shape[0], -1), buffer.shape)
 
 
-def unstacked(module: Any) -> Any:
-  """Returns a stacked module with the shapes of one of its layers in place of its parameters."""
+def _shapes_of(module: Any, stacked: bool) -> Any:
+  """Returns a module with the shapes of one layer in place of its parameters."""
   graph, state = nnx.split(module)
-  one = lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype)
+  one = lambda p: jax.ShapeDtypeStruct(p.shape[1:] if stacked else p.shape, p.dtype)
   return nnx.merge(graph, jax.tree.map(one, state))

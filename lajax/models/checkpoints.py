@@ -132,10 +132,15 @@ def save(model: LanguageModel, folder: str | os.PathLike) -> None:
     folder: is made if it is missing. Tensors of more than 4 GiB go to several files and an index.
 
   Raises:
-    ValueError: `model` is no LanguageModel, or has mixers from outside lajax.layers.
+    ValueError: `model` is no LanguageModel, is unrolled, or has mixers from outside lajax.layers.
   """
   if not isinstance(model, LanguageModel):
     raise ValueError(f"`model` must be a LanguageModel; got {type(model).__name__}.")
+  if not model.stacked:
+    raise ValueError(
+      "`model` must have stacked layers; got one that is unrolled. Save the model that "
+      "`lajax.models.unrolled` was called with."
+    )
   published = published_config(model.config)
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)

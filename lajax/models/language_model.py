@@ -170,6 +170,11 @@ class LanguageModel(nnx.Module):
     return [(mixer, repeats) for block, repeats in blocks for mixer in block.mixers]
 
   @property
+  def stacked(self) -> bool:
+    """Whether layers that repeat are stacked, as they are until `lajax.models.unrolled`."""
+    return all(stack.stacked for stack in self.stacks)
+
+  @property
   def active_parameters(self) -> int:
     """Number of parameters less those of the experts that a token does not use."""
     total = sum(p.size for p in jax.tree.leaves(nnx.state(self, nnx.Param)))
@@ -200,6 +205,37 @@ class LanguageModel(nnx.Module):
     return _forward(wanted, graph, parameters, jnp.asarray(tokens), state, segment_ids)
 
 
+def unrolled(model: LanguageModel) -> LanguageModel:
+  """Returns the same model with arrays of their own for each layer, for decoding on a CPU.
+
+      engine = lajax.serve.Engine(lajax.models.unrolled(model), slots=16)
+
+  A loop over layers that repeat cuts the parameters and caches of a layer out of stacked arrays. On
+  a CPU this copies all of them for every token. An unrolled model copies nothing, and gives the
+  same logits. In exchange its compilation takes longer the deeper it is, and its parameters are a
+  second copy: let the first one go if memory is short.
+
+  Args:
+    model: a language model.
+
+  Returns:
+    A model whose stacks have each layer once. Its parameters and states have no axis R:
+    `state[s][p][m]` is [B ..]. A model that is unrolled is returned as it is. `save` takes the
+    stacked model.
+
+  Raises:
+    ValueError: the model is not a `LanguageModel`.
+  """
+  if not isinstance(model, LanguageModel):
+    raise ValueError(
+      f"`model` must be a LanguageModel; got {type(model).__name__}. Other models have no layers "
+      "that are stacked."
+    )
+  copy = nnx.merge(*nnx.split(model))
+  copy.stacks = nnx.List([stack.unrolled() for stack in model.stacks])
+  return copy
+
+
 @functools.partial(jax.jit, static_argnames=("wanted", "graph"))
 def _forward(wanted: str, graph, parameters, tokens, state, segment_ids):
   def f(parameters, tokens, state, segment_ids):
@@ -208,7 +244,8 @@ def _forward(wanted: str, graph, parameters, tokens, state, segment_ids):
   def specs(parameters, tokens, state, segment_ids):
     rows = spec_of(tokens)
     y = PartitionSpec(None, *rows) if wanted == "streams" else rows
-    of_state = PartitionSpec(None, rows[0])
+    stacked = nnx.merge(graph, parameters).stacked
+    of_state = PartitionSpec(None, rows[0]) if stacked else PartitionSpec(rows[0])
     if state is None:
       return y, of_state
     laid_out = lambda s: of_state if explicit_mesh(s) is None else spec_of(s)
@@ -263,7 +300,8 @@ def _first(state: ModelState | None) -> LayerState | None:
   layers = jax.tree.leaves(state, is_leaf=is_layer_state)
   if not layers:
     return None
-  return LayerState(None, None, layers[0].segment[0], layers[0].length[0])
+  segment, length = layers[0].segment, layers[0].length
+  return LayerState(None, None, *(x[0] if x.ndim == 2 else x for x in (segment, length)))
 
 
 def _check_state(model: LanguageModel, state: Any, batch: int) -> ModelState:
@@ -282,10 +320,12 @@ def _check_state(model: LanguageModel, state: Any, batch: int) -> ModelState:
     if not isinstance(x, LayerState):
       raise ValueError(f"`{name}` must be a LayerState; got {type(x).__name__}. {advice}")
     for leaf in jax.tree.leaves(x):
-      if not hasattr(leaf, "shape") or leaf.shape[:2] != (repeats, batch):
-        got = getattr(leaf, "shape", type(leaf).__name__)
+      wanted = (repeats, batch) if model.stacked else (batch,)
+      if not hasattr(leaf, "shape") or leaf.shape[: len(wanted)] != wanted:
+        got, letters = getattr(leaf, "shape", type(leaf).__name__), "R B" if model.stacked else "B"
+        sizes = ", ".join(map(str, wanted))
         raise ValueError(
-          f"the arrays of `{name}` must be [R B ..] = ({repeats}, {batch}, ..); got {got}. {advice}"
+          f"the arrays of `{name}` must be [{letters} ..] = ({sizes}, ..); got {got}. {advice}"
         )
     return jax.tree.map(jnp.asarray, x)
 
@@ -311,7 +351,7 @@ def _check_caches(model: LanguageModel, state: ModelState, shape, segment_ids) -
   mixers = [m for stack in model.stacks for block in stack.blocks for m in block.mixers]
   layers = jax.tree.leaves(state, is_leaf=is_layer_state)
   cached = [
-    (mixer.window, layer.memory[0].shape[2])
+    (mixer.window, layer.memory[0].shape[2 if model.stacked else 1])
     for mixer, layer in zip(mixers, layers, strict=True)
     if isinstance(mixer, CachedMixer)
   ]

@@ -1,5 +1,6 @@
 """States that are corrected: delta rule and products, Oja's rule, diagonal plus low rank."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lajax import _shapes, pallas
@@ -54,8 +55,8 @@ def delta_rule(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k and v are bfloat16,
-      else 128.
+      "chunked", or "recurrent" for one token). Kernels take K up to 256 where q, k and v are
+      bfloat16, else 128.
     bound: a negative number that no entry of `g` is below, or None if there is no such number. From
       -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
       rounding. Under jit, a decay far below it gives numbers that are not finite.
@@ -117,7 +118,7 @@ def delta_product(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token).
+      "chunked", or "recurrent" for one token).
 
   Returns:
     o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
@@ -221,7 +222,7 @@ def dplr(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k, v, a and b are
+      "chunked", or "recurrent" for one token). Kernels take K up to 256 where q, k, v, a and b are
       bfloat16, else 128.
 
   Returns:
@@ -258,6 +259,12 @@ def _supports(x, state, chunk_size: int | None) -> str | None:
   return pallas.supports_delta_rule_by_channel(*arrays, x.write, x.g, state, chunk_size=chunk_size)
 
 
+def _decode(x, state, scale: float):
+  v = x.v if x.write is None else x.write * x.v.astype(jnp.float32)
+  state, o = pallas.decode_delta_rule(state, x.q, x.k, v, x.erase, x.g, scale)
+  return state, o.astype(x.v.dtype)
+
+
 def _dplr_kernels(x, state, document, scale: float):
   return pallas.run_dplr(x.q, x.k, x.v, x.a, x.b, x.g, state, document, scale)
 
@@ -266,8 +273,12 @@ def _dplr_supports(x, state, chunk_size: int | None) -> str | None:
   return pallas.supports_dplr(x.q, x.k, x.v, x.a, x.b, x.g, state, chunk_size=chunk_size)
 
 
-CORRECTED_KERNELS = {"kernels": _kernels, "supports": _supports}
+def _dplr_decode(x, state, scale: float):
+  return pallas.decode_dplr(state, x.q, x.k, x.v, x.a, x.b, x.g, scale)
+
+
+CORRECTED_KERNELS = {"kernels": _kernels, "supports": _supports, "decode": _decode}
 DELTA_RULE = Op(family=families.DELTA_RULE, **CORRECTED_KERNELS)
 DELTA_PRODUCT = Op(family=families.DELTA_PRODUCT, **CORRECTED_KERNELS)
 GATED_OJA = Op(family=families.GATED_OJA)
-DPLR = Op(family=families.DPLR, kernels=_dplr_kernels, supports=_dplr_supports)
+DPLR = Op(family=families.DPLR, kernels=_dplr_kernels, supports=_dplr_supports, decode=_dplr_decode)

@@ -1,5 +1,7 @@
 """Additive states: linear attention, normalised, and with the gates of the matrix LSTM."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -47,7 +49,7 @@ def linear_attention(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token).
+      "chunked", or "recurrent" for one token).
     bound: a negative number that no entry of `g` is below, or None if there is no such number. From
       -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
       rounding. Under jit, a decay far below it gives numbers that are not finite.
@@ -110,7 +112,7 @@ def normalized_linear_attention(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token).
+      "chunked", or "recurrent" for one token).
 
   Returns:
     o [B T HV V] in v.dtype, and the state (S [B HV K V], z [B HV K]) behind the last token that is
@@ -127,7 +129,14 @@ def normalized_linear_attention(
   arrays = dict(q=q, k=k, v=v, g=g)
   options = {"eps": eps}
   return call(
-    NORMALIZED, arrays, scale, initial_state, segment_ids, chunk_size, impl, options=options
+    NORMALIZED_LINEAR_ATTENTION,
+    arrays,
+    scale,
+    initial_state,
+    segment_ids,
+    chunk_size,
+    impl,
+    options=options,
   )
 
 
@@ -166,7 +175,7 @@ def mlstm(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token).
+      "chunked", or "recurrent" for one token).
 
   Returns:
     o [B T HV V] in v.dtype, and the state (C, n, m) behind the last token that is not padding, in
@@ -216,10 +225,17 @@ def _supports(x, state, chunk_size: int | None) -> str | None:
   return pallas.supports_linear_attention(x.q, x.k, x.v, x.g, state, chunk_size=chunk_size)
 
 
-ADDITIVE_KERNELS = {"kernels": _kernels, "supports": _supports}
+def _decode(x, state, scale: float, reads_before: bool = False):
+  return pallas.decode_linear_attention(state, x.q, x.k, x.v, x.g, scale, reads_before)
+
+
+ADDITIVE_KERNELS = {"kernels": _kernels, "supports": _supports, "decode": _decode}
 LINEAR_ATTENTION = Op(family=families.LINEAR_ATTENTION, **ADDITIVE_KERNELS)
 LINEAR_ATTENTION_WITH_BONUS = Op(
-  family=families.LINEAR_ATTENTION_WITH_BONUS, kernels=_kernels_reading_before, supports=_supports
+  family=families.LINEAR_ATTENTION_WITH_BONUS,
+  kernels=_kernels_reading_before,
+  supports=_supports,
+  decode=functools.partial(_decode, reads_before=True),
 )
-NORMALIZED = Op(family=families.NORMALIZED_LINEAR_ATTENTION, kernels=_kernels, supports=_supports)
+NORMALIZED_LINEAR_ATTENTION = Op(family=families.NORMALIZED_LINEAR_ATTENTION, **ADDITIVE_KERNELS)
 MLSTM = Op(family=families.MLSTM, **ADDITIVE_KERNELS)

@@ -47,7 +47,7 @@ def mamba3(
     impl: implementation: "recurrent" (the linear attention token by token), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
-      "chunked"; "recurrent" for one token).
+      "chunked", or "recurrent" for one token).
 
   Returns:
     o of the shape and dtype of v, and the state (S [B HV K V], k [B H K] or [B R H K], v [B HV V]

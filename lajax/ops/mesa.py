@@ -53,7 +53,7 @@ def mesa(
     impl: implementation of the linear attention: "recurrent" (token by token), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels for S, chunks for the solution), or "auto" (kernels on an NVIDIA GPU where they
-      take the arguments, else "chunked"; "recurrent" for one token).
+      take the arguments, else "chunked", or "recurrent" for one token).
 
   Returns:
     o [B T HV V] in v.dtype, and the state (G, S) behind the last token that is not padding, in

@@ -55,7 +55,7 @@ def preconditioned_delta_rule(
     impl: implementation: "recurrent" (token by token, the equation as printed), "associative"
       (`jax.lax.associative_scan` over tokens), "chunked" (matrix products inside chunks), "pallas"
       (GPU kernels for S; A is in chunks), or "auto" (kernels on an NVIDIA GPU where they take the
-      arguments, else "chunked"; "recurrent" for one token).
+      arguments, else "chunked", or "recurrent" for one token).
 
   Returns:
     o [B T HV V] in v.dtype, and the state (S [B HV K V], A [B H K]) behind the last token that is

@@ -16,15 +16,19 @@ from jax.core import Tracer
 from jaxtyping import Float
 
 from lajax import _shapes, pallas
-from lajax._meshes import on_automatic_axes
+from lajax._meshes import explicit_mesh, on_automatic_axes
 from lajax._numerics import product_precision
 from lajax.recurrence import family as rows
 from lajax.recurrence.chunks import chunked
 from lajax.recurrence.decays import LOWEST_BOUND
 from lajax.recurrence.family import Call, Family, Problem
+from lajax.recurrence.rule import bind
+from lajax.recurrence.steps import KERNELS_OF_STEPS
 from lajax.recurrence.tokens import associative, recurrent
 
 Matrix = Float[jax.Array, "B HV K V"]
+# Launches of one token at most: a token of `delta_product` has one for each of its R corrections.
+MOST_LAUNCHES = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,19 +40,26 @@ class Op:
     come as they are, gates and the state in float32.
   supports: (tokens, state, chunk_size) -> None, or a sentence that says what the kernels do not
     take.
+  decode: (token, state, scale) -> (state, o), the kernel of one token; arrays without axis T. The
+    step of the family runs it too. None for an op without one.
   fastest_on_cpu: what "auto" takes on a CPU.
   """
 
   family: Family
   kernels: Callable | None = None
   supports: Callable | None = None
+  decode: Callable | None = None
   fastest_on_cpu: str = "chunked"
+
+  def __post_init__(self):
+    if self.decode is not None:
+      KERNELS_OF_STEPS[self.family] = bind(_run_of_step, self)
 
 
 class Options(NamedTuple):
   """Static options of a traced call: each combination compiles anew."""
 
-  impl: str  # never "auto"
+  impl: str  # never "auto"; "decode" for the kernel of one token
   chunk_size: int | None = None
   scale: float | None = None  # None where it is traced, or where nothing is scaled
   family: tuple[tuple[str, Any], ...] = ()  # the family's own, by name
@@ -92,21 +103,55 @@ def call(
 
 def _choose(op: Op, impl: str, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) -> str:
   """Returns the implementation of a call; refuses kernels that are named and cannot do it."""
-  refusal = functools.partial(_refusal, op, given, sizes, chunk_size)
+  if sizes.T == 1:
+    # A partitioner would gather the states of an explicit mesh for a kernel.
+    unasked = impl == "auto" and explicit_mesh(given.arrays, given.state) is not None
+    if pallas.wanted(impl) and not unasked and _decodes(op, given):
+      return "decode"
+    if impl == "auto":
+      return "recurrent"
+  supports = op.supports and functools.partial(op.supports, chunk_size=chunk_size)
+  refusal = functools.partial(_refusal, supports, op.family, given)
   if impl == "pallas":
     refuse(refusal())
   if impl != "auto":
     return impl
-  if sizes.T == 1:
-    return "recurrent"
   if pallas.wanted(impl) and refusal() is None:
     return "pallas"
   return op.fastest_on_cpu if jax.default_backend() == "cpu" else "chunked"
 
 
-def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) -> str | None:
-  """Says in a sentence what the kernels do not take of a call, or None; reads no values."""
-  if op.supports is None:
+def _decodes(op: Op, given: Call) -> bool:
+  """Says whether the op has a kernel of one token that takes this call of one."""
+
+  def supports(tokens, state) -> str | None:
+    token = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), tokens
+    )
+    launches = tokens.q.shape[1]
+    if launches > MOST_LAUNCHES:
+      return f"one token would be {launches} launches."
+    return pallas.supports_decode(state, token._asdict())
+
+  return op.decode is not None and _refusal(supports, op.family, given) is None
+
+
+def _run_of_step(op: Op, given: Call) -> Callable | None:
+  """Returns what runs the problem of a step by the op's kernel; None where the equation does."""
+  if not pallas.wanted("auto") or not _decodes(op, given):
+    return None
+  return bind(_run, op, Options("decode"))
+
+
+def _refusal(supports: Callable | None, family: Family, given: Call) -> str | None:
+  """Says in a sentence what kernels do not take of a call, or None; reads no values.
+
+  Args:
+    supports: (tokens, state) -> that sentence, or None, from shapes and dtypes; None if there are
+      no kernels.
+    family, given: of the call.
+  """
+  if supports is None:
     return "this operation has no kernel yet."
   if isinstance(given.scale, Tracer):
     return (
@@ -116,7 +161,7 @@ def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) 
 
   def inputs(arrays, state, segment_ids):
     call = Call(arrays, state, segment_ids, 1.0, given.options, by_kernels=True)
-    problem = rows.problem_of(op.family, call, rows.by_tokens)
+    problem = rows.problem_of(family, call, rows.by_tokens)
     empty.append(rows.is_empty(problem))
     return problem.tokens, problem.state
 
@@ -126,7 +171,7 @@ def _refusal(op: Op, given: Call, sizes: _shapes.Sizes, chunk_size: int | None) 
   tokens, state = jax.eval_shape(inputs, *arguments)
   if empty[0]:
     return None  # nothing is launched
-  return op.supports(tokens, state, chunk_size)
+  return supports(tokens, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -135,7 +180,7 @@ def _compute(op: Op, options: Options, arrays, state, segment_ids, traced_scale)
 
   def compute(arrays, state, segment_ids, traced_scale):
     scale = traced_scale if options.scale is None else options.scale
-    own = dict(options.family), options.impl == "pallas"
+    own = dict(options.family), options.impl in ("pallas", "decode")
     given = Call(arrays, state, segment_ids, scale, *own)
     return rows.solve(op.family, given, functools.partial(_run, op, options))
 
@@ -149,6 +194,8 @@ def _run(op: Op, options: Options, family: Family, problem: Problem, document, s
   """Runs a problem: of the op by its kernels, if they are chosen, all else in plain jnp."""
   if options.impl == "pallas" and family is op.family:
     return _run_kernels(op, problem, document, scale)
+  if options.impl == "decode":  # of one token, so of one document
+    return _run_decode(op, problem, scale) if family is op.family else _by_equation(problem, scale)
   tokens = problem.tokens
   precision = product_precision(*(getattr(tokens, name, None) for name in family.operands))
   if options.impl in ("recurrent", "associative"):
@@ -165,11 +212,42 @@ def _run(op: Op, options: Options, family: Family, problem: Problem, document, s
 
 def _run_kernels(op: Op, problem: Problem, document, scale):
   """The op's kernels: operands in their own dtype, gates in float32."""
-  tokens, operands = problem.tokens, op.family.operands
-  gates = {n: x for n, x in tokens._asdict().items() if n not in operands and x is not None}
-  tokens = tokens._replace(**{name: x.astype(jnp.float32) for name, x in gates.items()})
   assert op.kernels is not None  # `_choose` has asked
-  return op.kernels(tokens, problem.state, document, scale)
+  return op.kernels(_with_wide_gates(op, problem.tokens), problem.state, document, scale)
+
+
+def _with_wide_gates(op: Op, tokens):
+  """Returns the tokens as kernels take them: all but the operands of products in float32."""
+  gates = {n: x for n, x in tokens._asdict().items() if n not in op.family.operands}
+  return tokens._replace(**jax.tree.map(lambda x: x.astype(jnp.float32), gates))
+
+
+def _run_decode(op: Op, problem: Problem, scale):
+  """The op's kernel of one token, with all derivatives of the equation."""
+
+  @jax.custom_jvp
+  def f(tokens, state):
+    assert op.decode is not None  # `_decodes` has asked
+    wide, outputs = _with_wide_gates(op, tokens), []
+    for n in range(tokens.q.shape[1]):
+      token = jax.tree.map(lambda x, n=n: x[:, n], wide)
+      state, o = op.decode(token, state, scale)
+      outputs.append(o)
+    return jnp.stack(outputs, axis=1), state
+
+  @f.defjvp
+  def f_jvp(primals, tangents):
+    def equation(tokens, state):
+      o, state = _by_equation(problem._replace(tokens=tokens, state=state), scale)
+      return o.astype(tokens.v.dtype), state
+
+    return jax.jvp(equation, primals, tangents)
+
+  return f(problem.tokens, problem.state)
+
+
+def _by_equation(problem: Problem, scale):
+  return recurrent(problem.rule, *rows.widened(problem, scale))
 
 
 def use_kernels(impl: str, supports: Callable[[], str | None], sizes: _shapes.Sizes) -> bool:

@@ -2,7 +2,8 @@
 `lajax.layers` call them.
 
 `run_*` computes the operation of that name. `supports_*` returns a sentence that says what the
-kernels do not take, or None. `decode_*` computes one token. The caller of `run_*` promises:
+kernels do not take, or None. `decode_*` computes one token, of what `supports_decode` does not
+refuse. The caller of `run_*` promises:
 
 * `lajax._shapes` has checked the arguments, and `supports_*` has returned None.
 * No array is empty. Gates and states are float32; q, k, v and x have the caller's dtype.
@@ -17,6 +18,7 @@ document stays in that document (`lajax.pallas.nonfinite`).
 
 from lajax.pallas.attention import attention as run_attention
 from lajax.pallas.attention import supports as supports_attention
+from lajax.pallas.decode import supports as supports_decode
 from lajax.pallas.delta_rule import decode as decode_delta_rule
 from lajax.pallas.delta_rule import delta_rule as run_delta_rule
 from lajax.pallas.delta_rule import supports as supports_delta_rule
@@ -49,6 +51,7 @@ __all__ = [
   "run_linear_recurrence",
   "run_short_conv",
   "supports_attention",
+  "supports_decode",
   "supports_delta_rule",
   "supports_delta_rule_by_channel",
   "supports_dplr",

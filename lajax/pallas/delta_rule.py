@@ -159,13 +159,15 @@ def decode(
   q: Float[Array, "B H K"],
   k: Float[Array, "B H K"],
   v: Float[Array, "B HV V"],
-  beta: Float[Array, "B HV"],
+  beta: Float[Array, "B HV"] | Float[Array, "B HV K"],
   g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None = None,
   scale: float = 1.0,
 ) -> tuple[Float[Array, "B HV K V"], Float[Array, "B HV V"]]:
   """Computes one token of `delta_rule`: the next state in float32, and o in v.dtype. Has no
   derivative.
 
+  A `beta` per channel is the strength that erases, S += k (v - S^T (beta k))^T. The caller has then
+  multiplied v by the strength that writes.
   The state is read once and written once, in place if the caller donates it.
   """
   return one_token("delta_decode", state, q, k, v, beta, g, scale)

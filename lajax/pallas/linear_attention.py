@@ -494,10 +494,12 @@ def decode(
   v: Float[Array, "B HV V"],
   g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None = None,
   scale: float = 1.0,
+  reads_before: bool = False,
 ) -> tuple[Float[Array, "B HV K V"], Float[Array, "B HV V"]]:
   """Computes one token of `linear_attention`: the next state in float32, and o in v.dtype. Has no
   derivative.
 
-  The state is read once and written once, in place if the caller donates it.
+  With `reads_before`, q reads the state before the token. The state is read once and written once,
+  in place if the caller donates it.
   """
-  return one_token("linear_decode", state, q, k, v, None, g, scale)
+  return one_token("linear_decode", state, q, k, v, None, g, scale, reads_before=reads_before)

@@ -199,6 +199,11 @@ def refusal(
   programs = max(
     places(p.cut_by(cut), axis)[1] for cut, axis in zip(cuts, axes.values(), strict=True) if cut
   )
+  return refusal_of_programs(p, programs)
+
+
+def refusal_of_programs(p: MatrixPlan, programs: int) -> str | None:
+  """Returns a sentence that says that a GPU does not start so many programs, or None."""
   if programs >= 2**31 - 1:
     sizes = [p.B, p.T, p.HV, p.K, p.V]
     return (

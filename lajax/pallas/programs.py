@@ -127,7 +127,8 @@ def programs(
   """Returns the programs of a family by name.
 
   * `forward`, and `train`: forward and all gradients.
-  * `decode`: one token, where there is such a kernel.
+  * `decode`: one token, where there is such a kernel; `decode before`, where q reads the state
+    before the token, and `decode by channel`, of the delta rule with a strength per channel.
   * `splits` or `whole`: the launches that go through time, with time splits where `train` has none,
     without where it has.
 
@@ -170,11 +171,14 @@ def programs(
       functools.partial(THROUGH[family], 1 if cut else LEAST), args
     )
   if family == "linear_attention":
-    found["decode"] = Program(decode_linear_attention, (state, token, token, token, g_token), (0,))
+    args = state, token, token, token, g_token
+    before = functools.partial(decode_linear_attention, reads_before=True)
+    found["decode"] = Program(decode_linear_attention, args, (0,))
+    found["decode before"] = Program(before, args, (0,))
   elif family == "delta_rule":
-    found["decode"] = Program(
-      decode_delta_rule, (state, token, token, token, beta_token, g_token), (0,)
-    )
+    args, erase = (state, token, token, token), array((B, H, D), f32)
+    found["decode"] = Program(decode_delta_rule, (*args, beta_token, g_token), (0,))
+    found["decode by channel"] = Program(decode_delta_rule, (*args, erase, g_token), (0,))
   elif family == "dplr":
     found["decode"] = Program(
       decode_dplr, (state, token, token, token, token, token, g_token), (0,)

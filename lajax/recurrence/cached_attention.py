@@ -40,7 +40,7 @@ class _Inputs(NamedTuple):
 
   q: Float[Array, "B 1 H K"]
   keys: tuple[Float[Array, "B S HK Kn"], ...]
-  v: Float[Array, "B S HK V"]
+  v: Float[Array, "B S HK V"] | None  # None: the first of `keys`
   sink: Float[Array, "H"] | None
   query_place: Placement  # [B 1]
   key_place: Placement  # [B S]
@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
 def attend_one(
   q: Float[Array, "B 1 H K"],
   keys: tuple[Float[Array, "B S HK Kn"], ...],
-  v: Float[Array, "B S HK V"],
+  v: Float[Array, "B S HK V"] | None,
   *,
   q_positions: Int[Array, "B 1"],
   k_positions: Int[Array, "B S"],
@@ -67,12 +67,12 @@ def attend_one(
     q: [B 1 H K].
     keys: arrays [B S HK Kn] whose channels together are the K channels of a key. Apart, so that
       joining them does not copy a cache.
-    v: [B S HK V].
+    v: [B S HK V]; None for the first of `keys`, which is then read once.
     q_positions, k_positions, q_segments, k_segments: as in `attend`.
     window, sink, scale: as in `attend`.
 
   Returns:
-    o [B 1 H V] in v.dtype.
+    o [B 1 H V] in the dtype of the values.
   """
   places = Placement(q_positions, q_segments), Placement(k_positions, k_segments)
   return _attend_one(_Inputs(q, keys, v, sink, *places), window, scale)
@@ -92,7 +92,8 @@ def _attend_one(inputs: _Inputs, window: int | None, scale: float | None):
 
   def specs(inputs: _Inputs):
     keys = [(k, "B S HK K") for k in inputs.keys]
-    arrays = [(inputs.q, "B T H K"), *keys, (inputs.v, "B S HK V"), (inputs.sink, "H")]
+    values = inputs.keys[0] if inputs.v is None else inputs.v
+    arrays = [(inputs.q, "B T H K"), *keys, (values, "B S HK V"), (inputs.sink, "H")]
     return spec_for("B T H V", axes_of_letters(*arrays))
 
   return on_automatic_axes(f, specs)(inputs)
@@ -103,7 +104,7 @@ def _attended(inputs: _Inputs, window: int | None, scale: float | None):
   return attend(
     inputs.q,
     jnp.concatenate(inputs.keys, axis=-1),
-    inputs.v,
+    inputs.keys[0] if inputs.v is None else inputs.v,
     q_positions=queries.position,
     k_positions=keys.position,
     q_segments=queries.document,
@@ -115,9 +116,11 @@ def _attended(inputs: _Inputs, window: int | None, scale: float | None):
 
 
 def _read_blocks(inputs: _Inputs, window: int | None, scale: float | None):
-  q, keys, v = inputs.q, inputs.keys, inputs.v
-  dtype = accumulation_dtype(q, *keys, v, inputs.sink)
-  precision = product_precision(q, *keys, v)
+  q, keys = inputs.q, inputs.keys
+  caches = keys if inputs.v is None else (*keys, inputs.v)
+  v = keys[0] if inputs.v is None else inputs.v
+  dtype = accumulation_dtype(q, *caches, inputs.sink)
+  precision = product_precision(q, *caches)
   (B, _, H, K), (_, S, HK, V) = q.shape, v.shape
   G = H // HK
   query_place, key_place = in_one_dtype(inputs.query_place, inputs.key_place)
@@ -138,16 +141,30 @@ def _read_blocks(inputs: _Inputs, window: int | None, scale: float | None):
     document = jnp.where(is_new[None], document, jnp.full((), -1, document.dtype))
     mask = visible(query_place, Placement(cut(key_place.position), document), True, window)
 
-    def read(total: Partial) -> Partial:
-      arrays = [cut(x).astype(dtype) for x in (*keys, v)]
-      *k, values, k_finite = _without_nonfinite(arrays)
-      pairs = zip(queries, k, strict=True)
-      parts = [_scores(q, k, precision) for q, k in pairs]
-      scores = functools.reduce(jnp.add, parts)
+    def products(arrays, k_finite) -> Partial:
+      values = arrays[0] if inputs.v is None else arrays[-1]
+      pairs = zip(queries, arrays[: len(keys)], strict=True)
+      scores = functools.reduce(jnp.add, [_scores(q, k, precision) for q, k in pairs])
       m, p = softmax_weights(scores[:, :, :, None], mask[:, None, None])
       a = _weighted_sum(p[:, :, :, 0], values, precision)[:, :, :, None]
-      finite = reads_finite(mask, q_finite, k_finite)
-      return merge(total, Partial(m, p.sum(-1), a, finite))
+      return Partial(m, p.sum(-1), a, reads_finite(mask, q_finite, k_finite))
+
+    def of_finite(arrays) -> Partial:
+      known = jnp.ones(arrays[0].shape[:3], bool)
+      return products(arrays, vary_like(known, arrays))
+
+    def of_any(arrays) -> Partial:
+      pairs = [finite_rows(x) for x in arrays]
+      k_finite = functools.reduce(jnp.logical_and, [finite for _, finite in pairs])
+      return products(tuple(x for x, _ in pairs), k_finite)
+
+    def read(total: Partial) -> Partial:
+      # Nearly all blocks are finite, and their extremes say so quickly. A conditional that returned
+      # the block, and not what is read from it, would copy it on a CPU.
+      arrays = tuple(cut(x).astype(dtype) for x in caches)
+      extremes = [f(x, axis=1) for x in arrays for f in (jnp.max, jnp.min)]
+      all_finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in extremes])
+      return merge(total, lax.cond(all_finite, of_finite, of_any, arrays))
 
     return lax.cond(mask.any(), read, lambda total: total, total)
 
@@ -155,26 +172,6 @@ def _read_blocks(inputs: _Inputs, window: int | None, scale: float | None):
   begin = jax.tree.map(lambda x: vary_like(x, inputs), begin)
   o = finish(lax.fori_loop(0, -(-S // size), body, begin))  # [B HK G 1 V]
   return o.reshape(B, 1, H, V).astype(v.dtype)
-
-
-def _without_nonfinite(arrays: list[Float[Array, "B C HK Kn"]]) -> list[Array]:
-  """Returns arrays with zeros in rows that are not finite, and [B C HK]: whether all rows are.
-
-  The largest numbers say if a block is all finite, as nearly all are, in one quick pass.
-  """
-  largest = [abs(x).max(axis=1) for x in arrays]
-  all_finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in largest])
-
-  def cleaned(arrays):
-    pairs = [finite_rows(x) for x in arrays]
-    return [x for x, _ in pairs], functools.reduce(jnp.logical_and, [f for _, f in pairs])
-
-  def unchanged(arrays):
-    known = jnp.ones(arrays[0].shape[:3], bool)
-    return arrays, vary_like(known, arrays)
-
-  found, finite = lax.cond(all_finite, unchanged, cleaned, arrays)
-  return [*found, finite]
 
 
 # --- products -------------------------------------------------------------------------------------

@@ -1,19 +1,19 @@
 """One token of each family, for decoding: step(state, token) -> (state, output). No axis T.
 
-A step is its op on one token, token by token: the same problem of its family, the
-same checks, the same numbers. On explicit meshes the state keeps its layout, so that it rides in a
-scan.
+A step is its op on one token: the same problem of its family, the same checks, the same numbers.
+Like the op with `impl="auto"`, it runs the equation, or on an NVIDIA GPU the kernel of one token.
+On explicit meshes the state keeps its layout, so that it rides in a scan.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 from lajax import _shapes
-from lajax._meshes import on_automatic_axes
+from lajax._meshes import explicit_mesh, on_automatic_axes
 from lajax.recurrence import families, levels, mamba3, mesa, momentum, preconditioned
 from lajax.recurrence import family as rows
 from lajax.recurrence.family import Call, Family
@@ -21,6 +21,9 @@ from lajax.recurrence.family import Call, Family
 Matrix = Float[Array, "B HV K V"]
 WithNormalizer = tuple[Matrix, Float[Array, "B HV K"]]
 WithMaximum = tuple[Matrix, Float[Array, "B HV K"], Float[Array, "B HV"]]
+# By family: Call of one token -> the `run` of `family.solve` by a kernel, which compares by value,
+# or None where the equation runs. `lajax.ops` fills it.
+KERNELS_OF_STEPS: dict[Family, Callable] = {}
 
 
 def linear_attention_step(
@@ -462,20 +465,36 @@ def _step(family: Family, state, arrays: Mapping[str, Any], scale=None, options=
   sizes, parts = family.check(arrays, state, one_token=True)
   number, traced = rows.factor(family, scale, sizes)
   static = number, tuple((options or {}).items())
-  o, parts = _compute(family, *static, dict(arrays), tuple(parts), traced)
+  run = _kernel_of(family, arrays, parts, traced, options or {})
+  o, parts = _compute(family, run, *static, dict(arrays), tuple(parts), traced)
   return parts[0] if len(parts) == 1 else parts, o
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compute(family: Family, number: float | None, options: tuple, arrays, parts, traced):
+def _kernel_of(family: Family, arrays: Mapping[str, Any], parts, traced, options):
+  """Returns what runs the step by a kernel; None where the equation runs, as on explicit meshes."""
+  choose = KERNELS_OF_STEPS.get(family)
+  if choose is None or explicit_mesh(arrays, parts) is not None:
+    return None
+  bare = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  arrays, parts = jax.tree.map(bare, (dict(arrays), tuple(parts)))
+  timed = jax.eval_shape(functools.partial(_with_time, family), arrays)
+  return choose(Call(timed, parts, None, traced, options))
+
+
+def _with_time(family: Family, arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the arrays of one token with an axis T where the op's have it."""
+  has_time = lambda name: "T" in family.arrays[name].split()
+  return {n: x if x is None or not has_time(n) else x[:, None] for n, x in arrays.items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _compute(
+  family: Family, run: Callable | None, number: float | None, options: tuple, arrays, parts, traced
+):
   def compute(arrays, parts, traced):
-    timed = {
-      name: x if x is None or "T" not in family.arrays[name].split() else x[:, None]
-      for name, x in arrays.items()
-    }
     scale = traced if number is None else number
-    call = Call(timed, parts, None, scale, dict(options))
-    o, state = rows.solve(family, call, rows.by_tokens)
+    given = _with_time(family, arrays), parts, None, scale, dict(options), run is not None
+    o, state = rows.solve(family, Call(*given), run or rows.by_tokens)
     return o[:, 0], state
 
   layouts = lambda arrays, parts, traced: rows.layouts(

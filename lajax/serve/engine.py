@@ -1,7 +1,6 @@
-"""The engine: a queue, slots, and which request the device works for next. All of it plain Python.
+"""The engine: a queue, and which request the device works for next. All of it plain Python.
 
-`lajax.serve.pool` holds the memory and the compiled functions, `lajax.serve.prefixes` the states of
-known prefixes.
+`lajax.serve.memory` gives a request its slot and pages, and calls the model.
 """
 
 import contextlib
@@ -20,30 +19,8 @@ from lajax.models.graphs import check_model, split, vocabulary_of
 from lajax.models.requests import prompts_of, request_of
 from lajax.serve import pool as device
 from lajax.serve.handle import Handle, Stats
-from lajax.serve.pages import Pages
-from lajax.serve.prefixes import Prefix, PrefixCache
-from lajax.serve.slots import Slots, power_of_two, quotient
-
-
-class Seat:
-  """A request in a slot.
-
-  Attributes:
-    handle: the request.
-    slot: its slot.
-    pages: its pages, in the order of the tokens.
-    text: the tokens to read before the first new one is chosen: all but the last.
-    read: how many of them are read.
-    prefix: the longest known prefix of what is read.
-  """
-
-  def __init__(self, handle: Handle, slot: int, pages: list[int], text: list[int], prefix: Prefix):
-    self.handle, self.slot, self.pages, self.text = handle, slot, pages, text
-    self.read, self.prefix = prefix.length, prefix
-
-  @property
-  def is_reading(self) -> bool:
-    return self.read < len(self.text)
+from lajax.serve.memory import Memory, Seat, Sizes
+from lajax.serve.slots import quotient
 
 
 class Engine:
@@ -115,15 +92,15 @@ class Engine:
         "the model's parameters lie on a mesh of explicit axes, which an engine does not support. "
         "Put them on one device, or on a mesh of automatic axes; lajax.generate takes both kinds."
       )
-    self._pages_per_slot = quotient(self.max_length, page_size)
-    whole = self._pages_per_slot * page_size
+    per_slot = quotient(self.max_length, page_size)
+    whole = per_slot * page_size
     self._layout = device.layout_of(self._graph, self._parameters, page_size, whole)
     if not self._layout.is_paged:
-      self._pages_per_slot = 0
-    count = self.slots * self._pages_per_slot
+      per_slot = 0
+    count = self.slots * per_slot
     if pages is not None:
       count = check_whole("pages", pages) if self._layout.is_paged else 0
-    self._page_count = count
+    self._sizes = Sizes(self.slots, count, per_slot, self.prefill_piece, self.cache_bytes)
     self._queue: deque[Handle] = deque()
     self._unfinished: dict[Handle, None] = {}  # in the order of their submission
     self._news: dict[Handle, None] = {}  # requests whose callbacks wait for tokens
@@ -132,18 +109,10 @@ class Engine:
     self._reset()
 
   def _reset(self) -> None:
-    """Makes memory and tables without requests."""
-    self._pool = self._first = []  # the old ones first make room
-    self._pool, self._first = device.make_pool(
-      self._graph, self._layout, self._parameters, self.slots, self._page_count
-    )
-    of_pages = sum(x.nbytes for x, s in zip(self._pool, self._layout.places, strict=True) if s >= 0)
-    self._pages = Pages(self._page_count)
-    page_bytes = of_pages // max(1, self._page_count)
-    self._cache = PrefixCache(self.prefill_piece, self.cache_bytes, self._pages, page_bytes)
-    self._state_bytes = sum(x.nbytes for x in jax.tree.leaves(self._first))
+    """Makes memory without requests."""
+    self._memory: Memory = None  # type: ignore[assignment]  # the old one first makes room
+    self._memory = Memory(self._graph, self._parameters, self._layout, self._sizes)
     self._seats: list[Seat | None] = [None] * self.slots
-    self._slots = Slots(self.slots, self._pages_per_slot, self._layout.page_size)
     self._reader: Seat | None = None
 
   # --- requests ---
@@ -203,9 +172,9 @@ class Engine:
         f"{prompt} + {max_tokens} - 1 = {length}. Take fewer tokens, or make the engine with a "
         "larger max_length."
       )
-    if quotient(length, size) > self._page_count:
+    if quotient(length, size) > self._sizes.pages:
       raise ValueError(
-        f"`prompt` and `max_tokens` must fit into the engine's {self._page_count} pages of {size} "
+        f"`prompt` and `max_tokens` must fit into the engine's {self._sizes.pages} pages of {size} "
         f"tokens; got {prompt} + {max_tokens} - 1 = {length} tokens. Take fewer tokens, or make "
         "the engine with more pages."
       )
@@ -226,8 +195,7 @@ class Engine:
       self._queue.remove(handle)
       return
     self._seats[seat.slot] = None
-    self._slots.release(seat.slot)
-    self._pages.release(seat.pages)
+    self._memory.leave(seat)
     if self._reader is seat:
       self._reader = None
 
@@ -285,7 +253,11 @@ class Engine:
       )
     before = len(handle.tokens)
     with self._changing():
-      self._verify(seat, guesses)
+      found = self._memory.verify(seat, guesses)
+      count = int(found.count[0])
+      self._take(seat, found.tokens[0, :count], found.logprobs[0, :count])
+      if found.failed[0]:
+        self._fail(handle)
     self._deliver()
     return handle.tokens[before:]
 
@@ -313,165 +285,50 @@ class Engine:
 
   def _admit(self) -> None:
     """Gives slots and pages to the first requests of the queue, up to one that has to read."""
-    while self._queue and self._slots.free and self._reader is None:
-      seat = self._seat(self._queue[0])
+    while self._queue and self._memory.slots.free and self._reader is None:
+      seat = self._memory.seat(self._queue[0], alone=not any(self._seats))
       if seat is None:
         return
+      self._count(seat)
       self._queue.popleft()
       self._seats[seat.slot] = seat
       if seat.is_reading:
         self._reader = seat
       else:
-        self._begin_writing(seat)
+        self._memory.begin_writing(seat)
 
-  def _seat(self, handle: Handle) -> Seat | None:
-    """Returns a seat behind the longest known prefix; None if there are too few pages for now."""
-    text = (handle.prompt + handle.tokens)[:-1]
-    size = self._layout.page_size
-    prefix = self._cache.longest(text) if self.cache_bytes else self._cache.root
-    total = len(handle.prompt) + handle.max_tokens - 1
-    total = quotient(total, size) if self._layout.is_paged else 0
-    pages = self._own_pages(prefix, total)
-    if pages is None and prefix.pages and not any(self._seats):
-      prefix = self._cache.root  # the prefix itself stands in the way
-      pages = self._own_pages(prefix, total)
-    if pages is None:
-      return None
-    slot = self._slots.take(pages, prefix.length)
-    arrays = self._first if prefix is self._cache.root else prefix.arrays
-    self._pool = device.write_slot(self._layout, self._pool, np.int32(slot), arrays)
+  def _count(self, seat: Seat) -> None:
     self._counts["admitted"] += 1
-    self._counts["hits"] += prefix is not self._cache.root
-    self._counts["prompt_tokens"] += len(handle.prompt)
-    self._counts["reused_tokens"] += prefix.length
-    return Seat(handle, slot, pages, text, prefix)
-
-  def _own_pages(self, prefix: Prefix, total: int) -> list[int] | None:
-    """Returns a request's pages: the full ones of a prefix, which it shares, and new ones.
-
-    The last page of a prefix that is partly filled is copied, since the request writes to it.
-    """
-    full = prefix.length // self._layout.page_size if prefix.pages else 0
-    shared, partial = prefix.pages[:full], prefix.pages[full:]
-    self._pages.share(prefix.pages)
-    need = total - full
-    if not self._cache.make_room(need):
-      self._pages.release(prefix.pages)
-      return None
-    new = self._pages.take(need)
-    if partial:
-      self._copy_page(partial[0], new[0])
-      self._pages.release(partial)
-    return shared + new
-
-  def _copy_page(self, source: int, target: int) -> None:
-    self._pool = device.copy_page(self._layout, self._pool, np.int32(source), np.int32(target))
-
-  def _begin_writing(self, seat: Seat) -> None:
-    handle = seat.handle
-    last = (handle.prompt + handle.tokens)[-1]
-    self._slots.run(seat.slot, last, len(handle.tokens), handle._request)
+    self._counts["hits"] += seat.prefix is not self._memory.cache.root
+    self._counts["prompt_tokens"] += len(seat.handle.prompt)
+    self._counts["reused_tokens"] += seat.prefix.length
 
   def _read_piece(self) -> None:
     """Reads the next piece of the prompt that is being read."""
     seat = self._reader
     if seat is None:
       return
-    piece = seat.text[seat.read : seat.read + self.prefill_piece]
-    width = min(self.prefill_piece, power_of_two(len(piece), 8))
-    tokens = np.zeros((1, width), np.int32)
-    ids = np.full((1, width), -1, np.int32)
-    tokens[0, : len(piece)], ids[0, : len(piece)] = piece, 0
-    rows = self._slots.rows(seat.read + width, np.array([seat.slot], np.int32))
-    self._pool = device.prefill_piece(
-      self._graph, self._layout, self._parameters, self._pool, rows, tokens, ids
-    )
-    seat.read += len(piece)
-    self._slots.length[seat.slot] = seat.read
-    self._keep_prefix(seat)
+    self._memory.read_piece(seat)
     if not seat.is_reading:
       self._reader = None
-      self._begin_writing(seat)
-
-  def _keep_prefix(self, seat: Seat) -> None:
-    """Keeps the state behind a piece, unless it is known, or the prefix before it is not."""
-    cache, before = self._cache, seat.prefix
-    behind = before.length + self.prefill_piece == seat.read
-    if not behind or not cache.knows(before) or self._state_bytes > self.cache_bytes:
-      return
-    known = cache.child(before, seat.text)
-    if known is not None:
-      seat.prefix = known
-      return
-    full, copies = seat.read // self._layout.page_size, []
-    if self._layout.is_paged and seat.read % self._layout.page_size:
-      if not cache.make_room(1):
-        return
-      copies = self._pages.take(1)  # the request goes on to write to the page itself
-      self._copy_page(seat.pages[full], copies[0])
-    pages = seat.pages[:full] + copies
-    if cache.knows(before):
-      arrays = device.read_slot(self._layout, self._pool, np.int32(seat.slot))
-      seat.prefix = cache.add(before, seat.text, arrays, pages)
-    self._pages.release(copies)
+      self._memory.begin_writing(seat)
 
   def _write_tokens(self) -> None:
     """Writes one token of each running request."""
-    all_slots = self._slots
-    running = np.flatnonzero(all_slots.is_running)
-    if not running.size:
-      return
-    slots = all_slots.of_step(running)
-    at = all_slots.existing(slots)
-    self._pool, tokens, logprobs = device.decode_step(
-      self._graph,
-      self._layout,
-      self._parameters,
-      self._pool,
-      all_slots.rows(int(all_slots.length[running].max()) + 1, slots),
-      all_slots.last[at],
-      all_slots.is_running[at] & (slots < self.slots),
-      all_slots.request(running, slots),
-      all_slots.number[at],
-    )
-    tokens, logprobs = jax.device_get((tokens, logprobs))
-    for slot in running:
-      seat, row = self._seats[slot], int(np.searchsorted(slots, slot))
+    for slot, token, logprob in self._memory.write_tokens():
+      seat = self._seats[slot]
       assert seat is not None
-      if tokens[row] < 0:
+      if token[0] < 0:
         self._fail(seat.handle)
       else:
-        self._take(seat, tokens[row : row + 1], logprobs[row : row + 1])
-
-  def _verify(self, seat: Seat, guesses: np.ndarray) -> None:
-    handle, slot = seat.handle, seat.slot
-    limit = handle.max_tokens - len(handle.tokens)
-    inputs = np.full((1, power_of_two(len(guesses) + 1)), -1, np.int32)
-    inputs[0, 0], inputs[0, 1 : len(guesses) + 1] = self._slots.last[slot], guesses
-    length = int(self._slots.length[slot]) + inputs.shape[1]
-    self._pool, found = device.verify_slot(
-      self._graph,
-      self._layout,
-      self._parameters,
-      self._pool,
-      self._slots.rows(length, np.array([slot], np.int32)),
-      inputs,
-      handle._request,
-      self._slots.number[slot : slot + 1].copy(),
-      np.full(1, limit, np.int32),
-    )
-    found = jax.device_get(found)
-    count = int(found.count[0])
-    self._take(seat, found.tokens[0, :count], found.logprobs[0, :count])
-    if found.failed[0]:
-      self._fail(handle)
+        self._take(seat, token, logprob)
 
   # --- tokens ---
 
   def _take(self, seat: Seat, tokens: np.ndarray, logprobs: np.ndarray) -> None:
     """Adds new tokens to a request, for each of which the model has read one."""
     handle = seat.handle
-    self._slots.go_on(seat.slot, tokens)
+    self._memory.slots.go_on(seat.slot, tokens)
     if handle._callback is not None:
       self._news[handle] = None
     for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
@@ -508,13 +365,13 @@ class Engine:
     """Returns how full the engine is, and what known prefixes have saved."""
     return Stats(
       slots=self.slots,
-      free_slots=len(self._slots.free),
+      free_slots=len(self._memory.slots.free),
       queued=len(self._queue),
-      pages=self._page_count,
-      free_pages=self._pages.free,
-      pool_bytes=sum(x.nbytes for x in self._pool),
-      cache_bytes=self._cache.nbytes,
-      prefixes=len(self._cache),
+      pages=self._sizes.pages,
+      free_pages=self._memory.pages.free,
+      pool_bytes=sum(x.nbytes for x in self._memory.pool),
+      cache_bytes=self._memory.cache.nbytes,
+      prefixes=len(self._memory.cache),
       **self._counts,
     )
 

@@ -169,7 +169,7 @@ def decode_step(
   A next token is -1 where none can be chosen.
   """
   state = gather(layout, pool, rows)
-  ids = jnp.where(running, 0, -1)[:, None]
+  ids = jnp.where(running, jnp.int32(0), jnp.int32(-1))[:, None]
   logits, after = graph.merge(parameters)(tokens[:, None], state, segment_ids=ids)
   token, logprob = choose(request, logits[:, 0], number)
   return scatter(layout, pool, rows, after, ids >= 0), token, logprob.astype(jnp.float32)
