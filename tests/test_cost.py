@@ -149,7 +149,7 @@ def test_every_layer_has_a_cost(case):
   found = costs.cost(layer, 10_000_000, batch=2, prefill=False)
   assert found.parameters >= D
   assert found.carried.numbers > 0 or case.name == "ShortConv-width1"
-  assert found.decode > D
+  assert found.decode >= D  # a convolution of one token multiplies each channel once
 
 
 def test_empty_and_zero_are_refused():

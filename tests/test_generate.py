@@ -309,7 +309,8 @@ def test_compilations(caplog):
   options = dict(temperature=0.5, top_k=3, key=KEY, prefill_piece=8, stop_tokens=[1])
   run = lambda prompts, n, model=model, **o: lajax.generate(model, prompts, n, **options | o)
   first = compiled(caplog, lambda: run([[1, 2], [3]], 4))
-  assert sorted(first) == ["jit(_begin)", "jit(_decode)", "jit(prefill)"]
+  # Keys of two rows may have been drawn by an earlier test.
+  assert sorted(set(first) - {"jit(_fold_rows)"}) == ["jit(_begin)", "jit(_decode)", "jit(prefill)"]
   for call in (
     lambda: run([[1, 2], [3]], 4),
     lambda: run([[1] * 30, [2] * 7], 90, model=others, callback=lambda tokens: None),
