@@ -272,10 +272,10 @@ def dplr(
 # --- rows ---
 
 
-def _kernels(x, state, document, scale: float):
-  """By one strength per token, or by strengths per channel."""
+def _kernels(x, state, document, scale: float, bounded: bool = False):
+  """By one strength per token, or by strengths per channel, where a bound changes nothing."""
   if x.write is None:
-    return pallas.run_delta_rule(x.q, x.k, x.v, x.erase, x.g, state, document, scale)
+    return pallas.run_delta_rule(x.q, x.k, x.v, x.erase, x.g, state, document, scale, bounded)
   strengths = x.erase, x.write
   return pallas.run_delta_rule_by_channel(x.q, x.k, x.v, *strengths, x.g, state, document, scale)
 

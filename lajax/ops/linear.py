@@ -208,11 +208,11 @@ def mlstm(
 # --- rows ---
 
 
-def _kernels(x, state, document, scale: float):
-  return pallas.run_linear_attention(x.q, x.k, x.v, x.g, state, document, scale)
+def _kernels(x, state, document, scale: float, bounded: bool = False):
+  return pallas.run_linear_attention(x.q, x.k, x.v, x.g, state, document, scale, bounded)
 
 
-def _kernels_reading_before(x, state, document, scale: float):
+def _kernels_reading_before(x, state, document, scale: float, bounded: bool = False):
   """o = scale S_{t-1}^T q: each write and decay moves one token later, behind the read."""
   later = lambda a: jnp.pad(a, [(0, 0), (1, 0)] + [(0, 0)] * (a.ndim - 2))
   written = (
@@ -226,6 +226,7 @@ def _kernels_reading_before(x, state, document, scale: float):
     state,
     written,
     scale,
+    bounded,
   )
   o = o[:, :-1]
   if written is not None:

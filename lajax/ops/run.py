@@ -33,7 +33,7 @@ class Op:
 
   family: letters of the arguments, and the rule that computes them in plain jnp.
   kernels: (tokens, state, document, scale) -> (o, state); None for an op without kernels. Operands
-    come as they are, gates and the state in float32.
+    come as they are, gates and the state in float32. Those of an op with `bound` take `bounded` too.
   supports: (tokens, state, chunk_size) -> None, or a sentence that says what the kernels do not
     take.
   fastest_on_cpu: what "auto" takes on a CPU.
@@ -83,7 +83,7 @@ def call(
   given = Call(dict(arrays), tuple(parts), segment_ids, traced, options or {})
   impl = _choose(op, impl, given, sizes, chunk_size)
   own = dict(given.options)
-  if impl == "chunked" and bound is not None and bound >= LOWEST_BOUND:
+  if impl in ("chunked", "pallas") and bound is not None and bound >= LOWEST_BOUND:
     own["bounded"] = True
   static = Options(impl, chunk_size, number, tuple(own.items()))
   o, state = _compute(op, static, given.arrays, given.state, segment_ids, traced)
@@ -148,7 +148,7 @@ def _compute(op: Op, options: Options, arrays, state, segment_ids, traced_scale)
 def _run(op: Op, options: Options, family: Family, problem: Problem, document, scale):
   """Runs a problem: of the op by its kernels, if they are chosen, all else in plain jnp."""
   if options.impl == "pallas" and family is op.family:
-    return _run_kernels(op, problem, document, scale)
+    return _run_kernels(op, options, problem, document, scale)
   tokens = problem.tokens
   precision = product_precision(*(getattr(tokens, name, None) for name in family.operands))
   if options.impl in ("recurrent", "associative"):
@@ -163,13 +163,14 @@ def _run(op: Op, options: Options, family: Family, problem: Problem, document, s
   )
 
 
-def _run_kernels(op: Op, problem: Problem, document, scale):
+def _run_kernels(op: Op, options: Options, problem: Problem, document, scale):
   """The op's kernels: operands in their own dtype, gates in float32."""
   tokens, operands = problem.tokens, op.family.operands
   gates = {n: x for n, x in tokens._asdict().items() if n not in operands and x is not None}
   tokens = tokens._replace(**{name: x.astype(jnp.float32) for name, x in gates.items()})
   assert op.kernels is not None  # `_choose` has asked
-  return op.kernels(tokens, problem.state, document, scale)
+  declared = {"bounded": True} if dict(options.family).get("bounded", False) else {}
+  return op.kernels(tokens, problem.state, document, scale, **declared)
 
 
 def use_kernels(impl: str, supports: Callable[[], str | None], sizes: _shapes.Sizes) -> bool:

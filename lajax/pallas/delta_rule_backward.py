@@ -348,11 +348,11 @@ def _key_gradients_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
   if p.gate == "channel":
     g = load(g_ref, tile_mask(tokens, keys)).astype(f32)
     q, k, by_q, by_k, dk = q.astype(f32), k.astype(f32), zeros, zeros, zeros
-    for h, upto, after in tiles.halves(g):
+    for h, upto, after in tiles.halves(g, p.bounded):
       if h == p.C:
         dq, dreader, writes = by_q + dq * upto, by_k + dreader * upto, writes * after
       else:
-        keep = tiles.crosses_halves(p.C, h)
+        keep = tiles.crosses_halves(p.C, h, p.bounded)
         corner, other = jnp.where(keep, dP, 0.0), jnp.where(keep, dM, 0.0)
         by_q += fine(corner, k * after) * upto
         by_k += fine(other, k * after) * upto

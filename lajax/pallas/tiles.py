@@ -203,7 +203,7 @@ def to_end_per_channel(g: Float[Array, "C K"], full: Products) -> Float[Array, "
   return jnp.exp(sums(iota(shape, 0) < iota(shape, 1), jnp.maximum(g, NEGLIGIBLE), full))
 
 
-def halves(g: Float[Array, "C K"]) -> Iterator[tuple[int, Array, Array]]:
+def halves(g: Float[Array, "C K"], bounded: bool = False) -> Iterator[tuple[int, Array, Array]]:
   """Yields, for h = 1, 2, 4 .. C: h, each token's decay from the start of its part of h tokens, and
   to the end of its part.
 
@@ -211,9 +211,19 @@ def halves(g: Float[Array, "C K"]) -> Iterator[tuple[int, Array, Array]]:
   part, between(i, j) is the product of i's decay from its start and j's decay to its end. So each h
   < C gives the scores across its halves as one product of matrices, both factors of which decay.
   The last item, h = C, holds from_start and to_end.
+
+  If `bounded`, no entry of g is below -5, and there is no item of h < 8. The item of h = 8 then is
+  for all pairs of a block of 16 tokens. It holds the decay of each token from the block's middle
+  and its reciprocal; before the middle, where the decay is to the middle, it holds the reciprocal
+  and the decay. All of them are between e^-40 and e^40, and those of a pair make a decay again.
   """
   for h, (upto,), after in _halves([jnp.exp(g)]):
-    yield h, upto, after
+    if bounded and 2 * h == SUB:
+      later = iota(g.shape, 0) % SUB >= h
+      decay = jnp.where(later, upto, after)
+      upto, after = jnp.where(later, decay, 1 / decay), jnp.where(later, 1 / decay, decay)
+    if not bounded or 2 * h >= SUB:
+      yield h, upto, after
 
 
 def halves_before(g: Float[Array, "C K"]) -> Iterator[tuple[int, Array, Array, Array]]:
@@ -267,11 +277,13 @@ def crosses_level(C: int, level: Int[Array, ""] | int) -> Bool[Array, "C C"]:
   return ((i ^ j) >> level) == 1
 
 
-def crosses_halves(C: int, h: int) -> Bool[Array, "C C"]:
+def crosses_halves(C: int, h: int, bounded: bool = False) -> Bool[Array, "C C"]:
   """Returns whether row i is in the later and column j in the earlier half of one aligned group of
-  2h tokens.
+  2h tokens; for the smallest h of `halves` if `bounded`, whether j < i and both are of one block.
   """
   i, j = iota((C, C), 0), iota((C, C), 1)
+  if bounded and 2 * h == SUB:
+    return ((i ^ j) < SUB) & (i > j)
   return ((i ^ j) // h == 1) & (i > j)
 
 
