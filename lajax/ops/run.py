@@ -33,7 +33,8 @@ class Op:
 
   family: letters of the arguments, and the rule that computes them in plain jnp.
   kernels: (tokens, state, document, scale) -> (o, state); None for an op without kernels. Operands
-    come as they are, gates and the state in float32. Those of an op with `bound` take `bounded` too.
+    come as they are, gates and the state in float32. An op with `bound` has kernels that take
+    `bounded` too.
   supports: (tokens, state, chunk_size) -> None, or a sentence that says what the kernels do not
     take.
   fastest_on_cpu: what "auto" takes on a CPU.

@@ -95,7 +95,10 @@ def scores(
         for ref, y in zip(decayed, [*(y * upto for y in x), k * after], strict=True):
           store(ref.at[:, at], y, tile_mask(tokens, keys))
       else:
-        corners, keep = [fine.inner(y * upto, k * after) for y in x], tiles.crosses_halves(p.C, h, p.bounded)
+        corners, keep = (
+          [fine.inner(y * upto, k * after) for y in x],
+          tiles.crosses_halves(p.C, h, p.bounded),
+        )
         sums = [score + jnp.where(keep, y, 0.0) for score, y in zip(sums, corners, strict=True)]
     return sums
 

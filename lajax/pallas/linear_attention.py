@@ -160,7 +160,9 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
     scores += jnp.where(row == column, jnp.sum(q * k, axis=1)[:, None], 0.0)
     for h, upto, after in tiles.halves(g, p.bounded):
       if h < p.C:
-        scores += jnp.where(tiles.crosses_halves(p.C, h, p.bounded), product.inner(q * upto, k * after), 0.0)
+        scores += jnp.where(
+          tiles.crosses_halves(p.C, h, p.bounded), product.inner(q * upto, k * after), 0.0
+        )
     return scores
 
   scores = loop_tiles(p.NK, tile, jnp.zeros((p.C, p.C), f32))
