@@ -23,22 +23,6 @@ BOUNDED = (
 )
 
 
-def bounded_inputs(case_id: str, bound: float, shape: Shape):
-  """A batch of a case's arrays whose rows have decays of every kind that the bound allows."""
-  arrays = dict(cases.inputs(case_id, shape, ("plain",) * BATCH))
-  rng = np.random.default_rng(0)
-  u = rng.uniform(size=arrays["g"].shape)
-  kinds = (
-    bound * u,
-    np.full_like(u, bound),
-    np.where(u < 0.5, bound, -1e-3 * u),
-    np.where(u < 0.03, bound, 0.0),
-    -1e-3 * u,
-  )
-  arrays["g"] = np.stack([kinds[n % len(kinds)][n] for n in range(BATCH)])
-  return arrays
-
-
 BASE, TILED = Shape(), Shape(T=33, K=40, V=33)  # TILED: kernels take K in several tiles
 
 
@@ -65,7 +49,7 @@ BASE, TILED = Shape(), Shape(T=33, K=40, V=33)  # TILED: kernels take K in sever
 )
 def test_bounded_equals_recurrent(case_id, impl, dtype, shape):
   case = CASES[case_id]
-  arrays, ids = bounded_inputs(case_id, LOWEST_BOUND, shape), cases.packed_ids(shape.T)
+  arrays, ids = cases.bounded_inputs(case_id, LOWEST_BOUND, shape), cases.packed_ids(shape.T)
   got = cases.evaluate(case, impl, dtype, arrays, ids, bound=LOWEST_BOUND)
   want = cases.reference(case, arrays, ids, values=dtype)
   assert not cases.misses(case, got, want, dtype, ("bounded",) * BATCH)
@@ -77,7 +61,7 @@ def test_gradients_of_gates_at_the_bound_beside_weak_ones(impl):
   small beside them, and it must not be their rounding.
   """
   case_id = "delta_rule-channel"
-  case, arrays = CASES[case_id], bounded_inputs(case_id, LOWEST_BOUND, BASE)
+  case, arrays = CASES[case_id], cases.bounded_inputs(case_id, LOWEST_BOUND, BASE)
   ids = cases.packed_ids(BASE.T)  # those of the test above, which has compiled both
   got = cases.evaluate(case, impl, "float32", arrays, ids, bound=LOWEST_BOUND).gradients["g"]
   want = cases.reference(case, arrays, ids, values="float32").gradients["g"]
@@ -89,9 +73,7 @@ def test_gradients_of_gates_at_the_bound_beside_weak_ones(impl):
 
 @pytest.mark.parametrize("C", [16, 32])
 def test_factors_of_kernels_make_the_decays(C):
-  """Each pair of tokens below the diagonal is in one item of `halves`, whose two factors make the
-  decay between them.
-  """
+  """Each pair of tokens below the diagonal is in one item, whose factors make the decay between."""
   rng = np.random.default_rng(C)
   kinds = rng.uniform(-5, 0, (C, 3)), np.full((C, 1), -5.0), rng.choice([-5.0, -1e-3], (C, 3))
   g = np.concatenate(kinds, axis=1)

@@ -57,8 +57,9 @@ def delta_rule(
       "chunked"; "recurrent" for one token). Kernels take K up to 256 where q, k and v are bfloat16,
       else 128.
     bound: a negative number that no entry of `g` is below, or None if there is no such number. From
-      -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
-      rounding. Under jit, a decay far below it gives numbers that are not finite.
+      -5 on, "chunked" and "pallas" then take fewer products for decays per channel; "pallas" does
+      so with `beta` only. No result depends on it but for rounding. Under jit, a decay far below it
+      gives numbers that are not finite.
 
   Returns:
     o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in

@@ -49,8 +49,9 @@ def linear_attention(
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
       "chunked"; "recurrent" for one token).
     bound: a negative number that no entry of `g` is below, or None if there is no such number. From
-      -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
-      rounding. Under jit, a decay far below it gives numbers that are not finite.
+      -5 on, "chunked" and "pallas" then take fewer products for decays per channel. No result
+      depends on it but for rounding. Under jit, a decay far below it gives numbers that are not
+      finite.
 
   Returns:
     o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in

@@ -221,7 +221,8 @@ Made by `python -m lajax.pallas.report` (JAX 0.10). These are facts of compilati
 
 B = 4, T = 4096, 8 heads, K = V = D. In a cell: warps (w), registers per thread (r), bytes spilled
 and of stack (s), shared memory in KiB (K), tensor-core instructions (t), and blocks that one core
-(SM) holds at once (b).
+(SM) holds at once (b). The gate "bounded" is a decay per channel of which no log is below -5; the
+kernels that are not listed with it are those of "channel".
 
 {compiled_table([Facts(**row) for row in found["kernels"]])}
 
