@@ -41,6 +41,7 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("recompute", True, False): Tiles(16, 32, 8, 1),
   ("recompute", False, True): Tiles(32, 32, 8, 1),
   ("recompute", True, True): Tiles(32, 32, 4, 1),
+  ("recompute_bounded", True, True): Tiles(32, 32, 4, 2),
   ("summaries_back", False, False): Tiles(64, 16, 4, 2),
   ("summaries_back", True, False): Tiles(64, 32, 4, 2),
   ("summaries_back", False, True): Tiles(128, 16, 8, 1),
@@ -132,7 +133,8 @@ def recompute(
   p: MatrixPlan, q, k, v, do, beta, g, document, edges, chunk_states
 ) -> tuple[Array, Array, Array, list[Array]]:
   """Returns G, E and scale P^T do; then k and q as they read a state, and k as it writes to one."""
-  p = p.cut(TILES, "recompute")
+  wide = p.bounded and p.dtype != jnp.bfloat16
+  p = p.cut(TILES, "recompute_bounded" if wide else "recompute")
   values = "v", v.shape, f32
   results = [
     ("scores", (p.B, p.HV, p.N, p.C, p.C), f32),
