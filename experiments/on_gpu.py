@@ -20,7 +20,7 @@ from results import replace
 
 PROG = "on_gpu.py"
 ROOT = pathlib.Path(__file__).parents[1]
-OPS = "linear_attention simple_gla gla delta_rule gated_delta_rule kda rwkv7 attention"
+OPS = "linear_attention simple_gla gla delta_rule gated_delta_rule kda kda_bounded rwkv7 attention"
 SHAPES = (  # batch, tokens, heads, K = V
   (1, 4096, 8, 128),
   (4, 4096, 16, 64),

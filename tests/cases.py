@@ -237,6 +237,22 @@ def inputs(
   return stacked | {name: drawn[0][name] for name in case.shared if name in drawn[0]}
 
 
+def bounded_inputs(case_id: str, bound: float, shape: Shape):
+  """A batch of a case's arrays whose rows have decays of every kind that the bound allows."""
+  arrays = dict(inputs(case_id, shape, ("plain",) * BATCH))
+  rng = np.random.default_rng(0)
+  u = rng.uniform(size=arrays["g"].shape)
+  kinds = (
+    bound * u,
+    np.full_like(u, bound),
+    np.where(u < 0.5, bound, -1e-3 * u),
+    np.where(u < 0.03, bound, 0.0),
+    -1e-3 * u,
+  )
+  arrays["g"] = np.stack([kinds[n % len(kinds)][n] for n in range(BATCH)])
+  return arrays
+
+
 def cotangents(case: Case, arrays: Mapping[str, Any]) -> tuple[np.ndarray, Any]:
   """Cotangents of the output and of the final state, about 1 in size."""
   rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A declared lower bound of log decays: faster chunks, the same numbers, clear errors."""
+"""A declared lower bound of log decays: faster chunks and kernels, the same numbers, clear errors."""
 
 import functools
 
@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BATCH, BUDGET, CASES, Shape
+from flax import nnx
 
 import lajax
+import lajax.layers as L
+from lajax.pallas import model, tiles
 from lajax.recurrence.decays import LOWEST_BOUND
 
 BOUNDED = (
@@ -20,59 +23,103 @@ BOUNDED = (
 )
 
 
-def bounded_inputs(case_id: str, bound: float, shape: Shape):
-  """A batch of a case's arrays whose rows have decays of every kind that the bound allows."""
-  arrays = dict(cases.inputs(case_id, shape, ("plain",) * BATCH))
-  rng = np.random.default_rng(0)
-  u = rng.uniform(size=arrays["g"].shape)
-  kinds = (
-    bound * u,
-    np.full_like(u, bound),
-    np.where(u < 0.5, bound, -1e-3 * u),
-    np.where(u < 0.03, bound, 0.0),
-    -1e-3 * u,
-  )
-  arrays["g"] = np.stack([kinds[n % len(kinds)][n] for n in range(BATCH)])
-  return arrays
+BASE, TILED = Shape(), Shape(T=33, K=40, V=33)  # TILED: kernels take K in several tiles
 
 
 @pytest.mark.parametrize(
-  ("case_id", "dtype", "T"),
+  ("case_id", "impl", "dtype", "shape"),
   [
-    ("delta_rule-channel", "float32", 100),
+    ("delta_rule-channel", "chunked", "float32", BASE),
     *(
-      pytest.param(id, dtype, T, marks=pytest.mark.slow)
-      for id, dtype, T in (
-        ("delta_rule-channel", "float64", 67),
-        ("delta_rule-channel", "bfloat16", 100),
-        ("linear_attention-channel", "float32", 100),
-        ("linear_attention-channel", "float64", 100),
-        ("delta_rule-erase_write", "float32", 100),
-        ("linear_attention-bonus", "float32", 100),
+      pytest.param(*row, marks=pytest.mark.slow)
+      for row in (
+        ("delta_rule-channel", "chunked", "float64", Shape(T=67)),
+        ("delta_rule-channel", "chunked", "bfloat16", BASE),
+        ("linear_attention-channel", "chunked", "float32", BASE),
+        ("linear_attention-channel", "chunked", "float64", BASE),
+        ("delta_rule-erase_write", "chunked", "float32", BASE),
+        ("linear_attention-bonus", "chunked", "float32", BASE),
+        ("delta_rule-channel", "pallas", "float32", BASE),
+        ("delta_rule-channel", "pallas", "bfloat16", TILED),
+        ("linear_attention-channel", "pallas", "bfloat16", BASE),
+        ("linear_attention-bonus", "pallas", "float32", BASE),
       )
     ),
   ],
 )
-def test_bounded_chunks_equal_recurrent(case_id, dtype, T):
-  case, shape = CASES[case_id], Shape(T=T)
-  arrays, ids = bounded_inputs(case_id, LOWEST_BOUND, shape), cases.packed_ids(T)
-  got = cases.evaluate(case, "chunked", dtype, arrays, ids, bound=LOWEST_BOUND)
+def test_bounded_equals_recurrent(case_id, impl, dtype, shape):
+  case = CASES[case_id]
+  arrays, ids = cases.bounded_inputs(case_id, LOWEST_BOUND, shape), cases.packed_ids(shape.T)
+  got = cases.evaluate(case, impl, dtype, arrays, ids, bound=LOWEST_BOUND)
   want = cases.reference(case, arrays, ids, values=dtype)
   assert not cases.misses(case, got, want, dtype, ("bounded",) * BATCH)
 
 
-def test_gradients_of_gates_at_the_bound_beside_weak_ones():
+@pytest.mark.parametrize("impl", ["chunked", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_gradients_of_gates_at_the_bound_beside_weak_ones(impl):
   """A gate's gradient is a difference of sums over a block of 16 tokens: at a decay of e^-5 it is
   small beside them, and it must not be their rounding.
   """
   case_id = "delta_rule-channel"
-  case, arrays = CASES[case_id], bounded_inputs("delta_rule-channel", LOWEST_BOUND, Shape(T=100))
-  got = cases.evaluate(case, "chunked", "float32", arrays, bound=LOWEST_BOUND).gradients["g"]
-  want = cases.reference(case, arrays, values="float32").gradients["g"]
+  case, arrays = CASES[case_id], cases.bounded_inputs(case_id, LOWEST_BOUND, BASE)
+  ids = cases.packed_ids(BASE.T)  # those of the test above, which has compiled both
+  got = cases.evaluate(case, impl, "float32", arrays, ids, bound=LOWEST_BOUND).gradients["g"]
+  want = cases.reference(case, arrays, ids, values="float32").gradients["g"]
   at_bound = arrays["g"] == LOWEST_BOUND
   assert at_bound.any()
   error = cases.relative_rms(got[at_bound], want[at_bound])
   assert error <= BUDGET["float32"]["gate"]
+
+
+@pytest.mark.parametrize("C", [16, 32])
+def test_factors_of_kernels_make_the_decays(C):
+  """Each pair of tokens below the diagonal is in one item, whose factors make the decay between."""
+  rng = np.random.default_rng(C)
+  kinds = rng.uniform(-5, 0, (C, 3)), np.full((C, 1), -5.0), rng.choice([-5.0, -1e-3], (C, 3))
+  g = np.concatenate(kinds, axis=1)
+  sums = np.cumsum(g, axis=0)
+  between, below = np.exp(sums[:, None] - sums[None]), np.tri(C, k=-1, dtype=bool)
+
+  @cases.quick_jit
+  def items(g):
+    return [
+      (reader, writer, tiles.crosses_halves(C, h, bounded=True))
+      for h, reader, writer in tiles.halves(g, bounded=True)
+      if h < C
+    ]
+
+  found = np.zeros_like(between)
+  for reader, writer, keep in jax.device_get(items(g.astype(np.float32))):
+    assert max(np.abs(np.log(x)).max() for x in (reader, writer)) <= 80
+    pairs = np.float64(reader)[:, None] * np.float64(writer)[None]
+    found += np.where(keep[..., None], pairs, 0)
+  np.testing.assert_allclose(found[below], between[below], rtol=2e-6)
+  assert not found[~below].any()
+
+
+def solving_work(f, *args) -> int:
+  """Operations of the first launch, which makes the scores."""
+  return model.launches(f, *args)[0].operations
+
+
+def test_kernels_multiply_less_under_a_bound():
+  given = arguments(-1.0) | {"impl": "pallas"}
+  work = lambda **options: solving_work(
+    lambda g: lajax.delta_rule(**(given | {"g": g}), **options), given["g"]
+  )
+  assert work(bound=-5.0) < 0.7 * work()
+  assert work(bound=-50.0) == work()
+
+
+def test_a_layer_passes_its_bound_to_kernels():
+  def work(lower_bound):
+    options = {"lower_bound": lower_bound, "conv_size": None, "impl": "pallas"}
+    make = lambda: L.KimiDeltaAttention(8, 1, 8, **options, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(nnx.eval_shape(make))
+    x = jax.ShapeDtypeStruct((1, 20, 8), jnp.float32)
+    return solving_work(lambda params, x: nnx.merge(graph, params)(x)[0], params, x)
+
+  assert work(-5.0) < 0.7 * work(-5.5)
 
 
 def arguments(g):
@@ -86,7 +133,7 @@ def test_a_bound_is_a_negative_number(bound):
     lajax.delta_rule(**arguments(-1.0), bound=bound)
 
 
-@pytest.mark.parametrize("impl", ["recurrent", "associative", "chunked"])
+@pytest.mark.parametrize("impl", ["recurrent", "associative", "chunked", "pallas"])
 @pytest.mark.parametrize("on_host", [True, False])
 def test_a_decay_below_the_bound_is_an_error(impl, on_host):
   given = arguments(-6.0) | {"impl": impl}
@@ -114,8 +161,9 @@ def test_a_lower_bound_than_the_fast_one_changes_nothing():
   )
 
 
-def test_a_broken_promise_under_jit_is_seen():
+@pytest.mark.parametrize("impl", ["chunked", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_a_broken_promise_under_jit_is_seen(impl):
   """Where no value can be checked, the numbers are not finite instead of slightly wrong."""
-  given = arguments(-100.0)
-  o, _ = jax.jit(lambda g: lajax.delta_rule(**(given | {"g": g}), bound=-5.0))(given["g"])
+  given = arguments(-100.0) | {"impl": impl}
+  o, _ = cases.quick_jit(lambda g: lajax.delta_rule(**(given | {"g": g}), bound=-5.0))(given["g"])
   assert not np.isfinite(o).all()

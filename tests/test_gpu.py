@@ -41,6 +41,16 @@ def test_outputs_states_and_gradients(case_id, shape, dtype):
   assert not pallas_cases.misses(case_id, shape, dtype, True, cases.batch(CASES[case_id]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["linear_attention", "delta_rule"])
+def test_a_declared_bound(op, dtype):
+  case, shape = CASES[f"{op}-channel"], SHAPES[1]
+  arrays, ids = cases.bounded_inputs(case.id, -5.0, shape), cases.packed_ids(shape.T)
+  got = cases.evaluate(case, "pallas", dtype, arrays, ids, bound=-5.0)
+  want = cases.reference(case, arrays, ids, values=dtype)
+  assert not cases.misses(case, got, want, dtype, ("bounded",) * cases.BATCH)
+
+
 @pytest.mark.parametrize("case_id", KERNELS)
 def test_same_bits_every_time(case_id):
   case = CASES[case_id]

@@ -58,8 +58,9 @@ def delta_rule(
       "chunked", or "recurrent" for one token). Kernels take K up to 256 where q, k and v are
       bfloat16, else 128.
     bound: a negative number that no entry of `g` is below, or None if there is no such number. From
-      -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
-      rounding. Under jit, a decay far below it gives numbers that are not finite.
+      -5 on, "chunked" and "pallas" then take fewer products for decays per channel; "pallas" does
+      so with `beta` only. No result depends on it but for rounding. Under jit, a decay far below it
+      gives numbers that are not finite.
 
   Returns:
     o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
@@ -244,10 +245,10 @@ def dplr(
 # --- rows ---
 
 
-def _kernels(x, state, document, scale: float):
-  """By one strength per token, or by strengths per channel."""
+def _kernels(x, state, document, scale: float, bounded: bool = False):
+  """By one strength per token, or by strengths per channel, where a bound changes nothing."""
   if x.write is None:
-    return pallas.run_delta_rule(x.q, x.k, x.v, x.erase, x.g, state, document, scale)
+    return pallas.run_delta_rule(x.q, x.k, x.v, x.erase, x.g, state, document, scale, bounded)
   strengths = x.erase, x.write
   return pallas.run_delta_rule_by_channel(x.q, x.k, x.v, *strengths, x.g, state, document, scale)
 

@@ -51,8 +51,9 @@ def linear_attention(
       (GPU kernels), or "auto" (kernels on an NVIDIA GPU where they take the arguments, else
       "chunked", or "recurrent" for one token).
     bound: a negative number that no entry of `g` is below, or None if there is no such number. From
-      -5 on, "chunked" then computes decays per channel faster. No result depends on it but for
-      rounding. Under jit, a decay far below it gives numbers that are not finite.
+      -5 on, "chunked" and "pallas" then take fewer products for decays per channel. No result
+      depends on it but for rounding. Under jit, a decay far below it gives numbers that are not
+      finite.
 
   Returns:
     o [B T HV V] in v.dtype, and the state behind the last token that is not padding, [B HV K V] in
@@ -196,11 +197,11 @@ def mlstm(
 # --- rows ---
 
 
-def _kernels(x, state, document, scale: float):
-  return pallas.run_linear_attention(x.q, x.k, x.v, x.g, state, document, scale)
+def _kernels(x, state, document, scale: float, bounded: bool = False):
+  return pallas.run_linear_attention(x.q, x.k, x.v, x.g, state, document, scale, bounded)
 
 
-def _kernels_reading_before(x, state, document, scale: float):
+def _kernels_reading_before(x, state, document, scale: float, bounded: bool = False):
   """o = scale S_{t-1}^T q: each write and decay moves one token later, behind the read."""
   later = lambda a: jnp.pad(a, [(0, 0), (1, 0)] + [(0, 0)] * (a.ndim - 2))
   written = (
@@ -214,6 +215,7 @@ def _kernels_reading_before(x, state, document, scale: float):
     state,
     written,
     scale,
+    bounded,
   )
   o = o[:, :-1]
   if written is not None:

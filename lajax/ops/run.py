@@ -37,7 +37,8 @@ class Op:
 
   family: letters of the arguments, and the rule that computes them in plain jnp.
   kernels: (tokens, state, document, scale) -> (o, state); None for an op without kernels. Operands
-    come as they are, gates and the state in float32.
+    come as they are, gates and the state in float32. An op with `bound` has kernels that take
+    `bounded` too.
   supports: (tokens, state, chunk_size) -> None, or a sentence that says what the kernels do not
     take.
   decode: (token, state, scale) -> (state, o), the kernel of one token; arrays without axis T. The
@@ -94,7 +95,7 @@ def call(
   given = Call(dict(arrays), tuple(parts), segment_ids, traced, options or {})
   impl = _choose(op, impl, given, sizes, chunk_size)
   own = dict(given.options)
-  if impl == "chunked" and bound is not None and bound >= LOWEST_BOUND:
+  if impl in ("chunked", "pallas") and bound is not None and bound >= LOWEST_BOUND:
     own["bounded"] = True
   static = Options(impl, chunk_size, number, tuple(own.items()))
   o, state = _compute(op, static, given.arrays, given.state, segment_ids, traced)
@@ -193,7 +194,7 @@ def _compute(op: Op, options: Options, arrays, state, segment_ids, traced_scale)
 def _run(op: Op, options: Options, family: Family, problem: Problem, document, scale):
   """Runs a problem: of the op by its kernels, if they are chosen, all else in plain jnp."""
   if options.impl == "pallas" and family is op.family:
-    return _run_kernels(op, problem, document, scale)
+    return _run_kernels(op, options, problem, document, scale)
   if options.impl == "decode":  # of one token, so of one document
     return _run_decode(op, problem, scale) if family is op.family else _by_equation(problem, scale)
   tokens = problem.tokens
@@ -210,10 +211,12 @@ def _run(op: Op, options: Options, family: Family, problem: Problem, document, s
   )
 
 
-def _run_kernels(op: Op, problem: Problem, document, scale):
+def _run_kernels(op: Op, options: Options, problem: Problem, document, scale):
   """The op's kernels: operands in their own dtype, gates in float32."""
   assert op.kernels is not None  # `_choose` has asked
-  return op.kernels(_with_wide_gates(op, problem.tokens), problem.state, document, scale)
+  declared = {"bounded": True} if dict(options.family).get("bounded", False) else {}
+  tokens = _with_wide_gates(op, problem.tokens)
+  return op.kernels(tokens, problem.state, document, scale, **declared)
 
 
 def _with_wide_gates(op: Op, tokens):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from lajax.pallas.programs import KERNELS, Case, Shape, programs
+from lajax.pallas.programs import KERNELS, Case, Shape, kernels, programs
 
 LOG = "stderr.log"
 OWN = ("input_reduce_fusion", "gemm_fusion")  # kernels of XLA's own that go through Triton too
@@ -181,19 +181,17 @@ def _compile_kernels(wanted: dict[str, Any]) -> list[Facts]:
     array = _arrays_on(architecture)
     for case in map(Case._make, wanted["cases"]):
       made = programs(case.family, case.gate, Shape(D=case.D), case.dtype, array)
-      names = set()
+      left = set(kernels(case))
       for name in [name for name in made if name != "forward"]:  # `train` contains it
         program = made[name]
         logged = (folder / LOG).stat().st_size
         jax.jit(program.call, donate_argnums=program.donated).lower(*program.args).compile()
         rows = _read(folder, (folder / LOG).read_text()[logged:], toolkit, KERNELS[case.family])
-        # A kernel that several programs launch counts once.
-        rows = [(kernel, *rest) for kernel, *rest in rows if kernel not in names]
-        names |= {kernel for kernel, *_ in rows}
-        found += [
-          Facts(case.family, kernel, case.gate, case.D, case.dtype, architecture, *rest)
-          for kernel, *rest in rows
-        ]
+        for kernel, *rest in rows:
+          if kernel in left:  # a kernel that is launched several times counts once
+            left.remove(kernel)
+            own = case.family, kernel, case.gate, case.D, case.dtype, architecture
+            found.append(Facts(*own, *rest))
         for path in folder.iterdir():
           if path.name != LOG:
             path.unlink()

@@ -45,7 +45,7 @@ from lajax.pallas import tiles
 from lajax.pallas.decode import decode as one_token
 from lajax.pallas.launch import differentiable
 from lajax.pallas.nonfinite import guarded
-from lajax.pallas.plan import MatrixPlan, chunk_documents, plan, refusal
+from lajax.pallas.plan import MatrixPlan, Static, chunk_documents, plan, refusal
 
 f32 = jnp.float32
 
@@ -62,34 +62,37 @@ def delta_rule(
   state: Float[Array, "B HV K V"],
   document: Int[Array, "B T"] | None = None,
   scale: float = 1.0,
+  bounded: bool = False,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
   """S = Diag(exp g) S, S = S + k (beta (v - S^T k))^T, o = scale S^T q; also with packed documents.
 
   Args:
-    q, k, v, g, state, document, scale: those of `lajax.pallas.linear_attention.linear_attention`.
+    q, k, v, g, state, document, scale, bounded: those of
+      `lajax.pallas.linear_attention.linear_attention`.
     beta: [B T HV], write strength; zero in padding.
 
   Returns:
     o [B T HV V] in v.dtype, and the state after the last token, [B HV K V] in float32.
   """
-  if document is None:
-    return _compute(float(scale), (q, k, v, beta, g, state), None)
-  p = _plan(q, k, v, g, True, scale)
-  return _compute(float(scale), (q, k, v, beta, g, state), chunk_documents(document, p))
+  static, packed = Static(float(scale), bounded), None
+  if document is not None:
+    packed = chunk_documents(document, _plan(q, k, v, g, True, static))
+  return _compute(static, (q, k, v, beta, g, state), packed)
 
 
-def _plan(q, k, v, g, documents: bool, scale: float) -> MatrixPlan:
+def _plan(q, k, v, g, documents: bool, static: Static) -> MatrixPlan:
   """Returns the plan of a call.
 
   Beyond K = `WIDE` time is not split: `summaries` would not have registers for the matrix.
   """
-  p = plan(q, v, g, documents, scale, tiles.operand_dtype(q, k, v))
+  dtype = tiles.operand_dtype(q, k, v)
+  p = plan(q, v, g, documents, static.scale, dtype, static.bounded)
   return p._replace(P=1) if p.K > forward.WIDE else p
 
 
-def _pass(scale: float, inputs, packed, keep_states: bool):
+def _pass(static: Static, inputs, packed, keep_states: bool):
   q, k, v, beta, g, state = inputs
-  p = _plan(q, k, v, g, packed is not None, scale)
+  p = _plan(q, k, v, g, packed is not None, static)
   document, edges = packed or (None, None)
   system = forward.solve_chunks(p, q, k, beta, g, document, edges)
   o, last, chunk_states, transitions = forward.scan_chunks(
@@ -98,18 +101,18 @@ def _pass(scale: float, inputs, packed, keep_states: bool):
   return (o, last), (inputs, packed, chunk_states, transitions)
 
 
-def _forward(scale: float, inputs, packed):
-  return _pass(scale, inputs, packed, keep_states=True)
+def _forward(static: Static, inputs, packed):
+  return _pass(static, inputs, packed, keep_states=True)
 
 
-def _alone(scale: float, inputs, packed):
-  return _pass(scale, inputs, packed, keep_states=False)
+def _alone(static: Static, inputs, packed):
+  return _pass(static, inputs, packed, keep_states=False)
 
 
-def _backward(scale: float, residuals, cotangents):
+def _backward(static: Static, residuals, cotangents):
   (q, k, v, beta, g, state), packed, chunk_states, transitions = residuals
   do, dlast = cotangents
-  p = _plan(q, k, v, g, packed is not None, scale)
+  p = _plan(q, k, v, g, packed is not None, static)
   document, edges = packed or (None, None)
   triangle, corrections, dread, (reader, q_reader, writer) = backward.recompute(
     p, q, k, v, do, beta, g, document, edges, chunk_states
@@ -143,7 +146,7 @@ def supports(
 
   Reads shapes and dtypes only.
   """
-  p = _plan(q, k, v, g, False, 1.0)
+  p = _plan(q, k, v, g, False, Static(1.0))
   if p.K > forward.WIDE and p.dtype != jnp.bfloat16:
     return (
       f"the kernels take keys of up to K = {forward.WIDE} where q, k and v are not bfloat16, "

@@ -41,6 +41,7 @@ TILES = {  # without spills on every architecture that lajax.pallas.report compi
   ("recompute", True, False): Tiles(16, 32, 8, 1),
   ("recompute", False, True): Tiles(32, 32, 8, 1),
   ("recompute", True, True): Tiles(32, 32, 4, 1),
+  ("recompute_bounded", True, True): Tiles(32, 32, 4, 2),
   ("summaries_back", False, False): Tiles(64, 16, 4, 2),
   ("summaries_back", True, False): Tiles(64, 32, 4, 2),
   ("summaries_back", False, True): Tiles(128, 16, 8, 1),
@@ -132,7 +133,8 @@ def recompute(
   p: MatrixPlan, q, k, v, do, beta, g, document, edges, chunk_states
 ) -> tuple[Array, Array, Array, list[Array]]:
   """Returns G, E and scale P^T do; then k and q as they read a state, and k as it writes to one."""
-  p = p.cut(TILES, "recompute")
+  wide = p.bounded and p.dtype != jnp.bfloat16
+  p = p.cut(TILES, "recompute_bounded" if wide else "recompute")
   values = "v", v.shape, f32
   results = [
     ("scores", (p.B, p.HV, p.N, p.C, p.C), f32),
@@ -348,11 +350,11 @@ def _key_gradients_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
   if p.gate == "channel":
     g = load(g_ref, tile_mask(tokens, keys)).astype(f32)
     q, k, by_q, by_k, dk = q.astype(f32), k.astype(f32), zeros, zeros, zeros
-    for h, upto, after in tiles.halves(g):
+    for h, upto, after in tiles.halves(g, p.bounded):
       if h == p.C:
         dq, dreader, writes = by_q + dq * upto, by_k + dreader * upto, writes * after
       else:
-        keep = tiles.crosses_halves(p.C, h)
+        keep = tiles.crosses_halves(p.C, h, p.bounded)
         corner, other = jnp.where(keep, dP, 0.0), jnp.where(keep, dM, 0.0)
         by_q += fine(corner, k * after) * upto
         by_k += fine(other, k * after) * upto

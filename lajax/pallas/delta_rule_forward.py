@@ -90,12 +90,15 @@ def scores(
     g, k, x = load_keys(g_ref).astype(f32), k.astype(f32), [y.astype(f32) for y in x]
     own = [jnp.sum(y * k, axis=1)[:, None] for y in x]
     sums = [score + jnp.where(row == column, y, 0.0) for score, y in zip(sums, own, strict=True)]
-    for h, upto, after in tiles.halves(g):
+    for h, upto, after in tiles.halves(g, p.bounded):
       if h == p.C:
         for ref, y in zip(decayed, [*(y * upto for y in x), k * after], strict=True):
           store(ref.at[:, at], y, tile_mask(tokens, keys))
       else:
-        corners, keep = [fine.inner(y * upto, k * after) for y in x], tiles.crosses_halves(p.C, h)
+        corners, keep = (
+          [fine.inner(y * upto, k * after) for y in x],
+          tiles.crosses_halves(p.C, h, p.bounded),
+        )
         sums = [score + jnp.where(keep, y, 0.0) for score, y in zip(sums, corners, strict=True)]
     return sums
 

@@ -30,6 +30,7 @@ from lajax.pallas.nonfinite import guarded
 from lajax.pallas.plan import (
   Axes,
   MatrixPlan,
+  Static,
   Tiles,
   chunk_documents,
   chunk_of,
@@ -157,9 +158,11 @@ def _scores_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
       return scores + product.inner(q, k)
     q, k, g = q.astype(f32), k.astype(f32), load(g_ref.at[:, at], mask).astype(f32)
     scores += jnp.where(row == column, jnp.sum(q * k, axis=1)[:, None], 0.0)
-    for h, upto, after in tiles.halves(g):
+    for h, upto, after in tiles.halves(g, p.bounded):
       if h < p.C:
-        scores += jnp.where(tiles.crosses_halves(p.C, h), product.inner(q * upto, k * after), 0.0)
+        scores += jnp.where(
+          tiles.crosses_halves(p.C, h, p.bounded), product.inner(q * upto, k * after), 0.0
+        )
     return scores
 
   scores = loop_tiles(p.NK, tile, jnp.zeros((p.C, p.C), f32))
@@ -361,11 +364,11 @@ def _key_gradients_kernel(inputs, outputs, *, interpreted: bool, p: MatrixPlan):
   if p.gate == "channel":
     g = load(g_ref, tile_mask(tokens, keys)).astype(f32)
     dq_scores, dk = jnp.zeros_like(dq), jnp.zeros_like(dq)
-    for h, upto, after in tiles.halves(g):
+    for h, upto, after in tiles.halves(g, p.bounded):
       if h == p.C:
         dq, dk_state = dq_scores + dq * upto, dk_state * after
       else:
-        corner = jnp.where(tiles.crosses_halves(p.C, h), dscores, 0.0)
+        corner = jnp.where(tiles.crosses_halves(p.C, h, p.bounded), dscores, 0.0)
         dq_scores += product(corner, k * after) * upto
         dk += product.outer(corner, q * upto) * after
   else:
@@ -418,6 +421,7 @@ def linear_attention(
   state: Float[Array, "B HV K V"],
   document: Int[Array, "B T"] | None = None,
   scale: float = 1.0,
+  bounded: bool = False,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
   """S = Diag(exp g) S + k v^T, o = scale S^T q; also with packed documents.
 
@@ -431,19 +435,25 @@ def linear_attention(
       where it changes. Padding has the number of the document before it, and q, k, v, g are zeros
       there.
     scale: of the output.
+    bounded: whether no entry of a g per channel is below -5; the kernels then take fewer products.
 
   Returns:
     o [B T HV V] in v.dtype, and the state after the last token, [B HV K V] in float32.
   """
-  if document is None:
-    return _compute(float(scale), (q, k, v, g, state), None)
-  p = plan(q, v, g, True, scale, tiles.operand_dtype(q, k, v))
-  return _compute(float(scale), (q, k, v, g, state), chunk_documents(document, p))
+  static, packed = Static(float(scale), bounded), None
+  if document is not None:
+    packed = chunk_documents(document, _plan(q, k, v, g, True, static))
+  return _compute(static, (q, k, v, g, state), packed)
 
 
-def _pass(scale: float, inputs, packed, keep_states: bool):
+def _plan(q, k, v, g, documents: bool, static: Static) -> MatrixPlan:
+  dtype = tiles.operand_dtype(q, k, v)
+  return plan(q, v, g, documents, static.scale, dtype, static.bounded)
+
+
+def _pass(static: Static, inputs, packed, keep_states: bool):
   q, k, v, g, state = inputs
-  p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
+  p = _plan(q, k, v, g, packed is not None, static)
   document, edges = packed or (None, None)
   o, last, *chunk_states = scan_chunks(
     p, q, k, v, g, document, edges, state, v, reverse=False, keep_states=keep_states
@@ -451,18 +461,18 @@ def _pass(scale: float, inputs, packed, keep_states: bool):
   return (o, last), (inputs, packed, chunk_states)
 
 
-def _forward(scale: float, inputs, packed):
-  return _pass(scale, inputs, packed, keep_states=True)
+def _forward(static: Static, inputs, packed):
+  return _pass(static, inputs, packed, keep_states=True)
 
 
-def _alone(scale: float, inputs, packed):
-  return _pass(scale, inputs, packed, keep_states=False)
+def _alone(static: Static, inputs, packed):
+  return _pass(static, inputs, packed, keep_states=False)
 
 
-def _backward(scale: float, residuals, cotangents):
+def _backward(static: Static, residuals, cotangents):
   (q, k, v, g, state), packed, (chunk_states,) = residuals
   do, dlast = cotangents
-  p = plan(q, v, g, packed is not None, scale, tiles.operand_dtype(q, k, v))
+  p = _plan(q, k, v, g, packed is not None, static)
   document, edges = packed or (None, None)
   dv, dstate, dchunk_states = scan_chunks(
     p, q, k, do, g, document, edges, dlast, v, reverse=True, keep_states=True
@@ -482,7 +492,7 @@ def supports(
 
   Reads shapes and dtypes only.
   """
-  p = plan(q, v, g, False, 1.0, tiles.operand_dtype(q, k, v))
+  p = _plan(q, k, v, g, False, Static(1.0))
   inputs = dict(q=q, k=k, v=v, g=g, initial_state=initial_state, bonus=bonus)
   return refusal(p, inputs, chunk_size, TILES, AXES)
 

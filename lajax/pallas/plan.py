@@ -38,6 +38,13 @@ class Tiles(NamedTuple):
   stages: int  # of the pipeline of loads
 
 
+class Static(NamedTuple):
+  """Static arguments of a call."""
+
+  scale: float
+  bounded: bool = False  # no log decay per channel is below -5
+
+
 class Axes(NamedTuple):
   """Axes of a kernel's grid, beside batch and heads."""
 
@@ -73,6 +80,7 @@ class MatrixPlan(NamedTuple):
   C: int
   P: int = 1
   multiple: int = 1  # the number of chunks in a split is a multiple of this
+  bounded: bool = False  # decays are per channel, and no log decay is below -5
   every: int = 1  # chunk states are stored for every n-th chunk
   k_tile: int = 0
   k_part: int = 0  # width of the pieces that a tile of K is loaded in; 0 for whole tiles
@@ -148,7 +156,7 @@ def _side(size: int, most: int) -> int:
   return max(16, min(most, 1 << (size - 1).bit_length()))
 
 
-def plan(q, v, g, documents: bool, scale: float, dtype) -> MatrixPlan:
+def plan(q, v, g, documents: bool, scale: float, dtype, bounded: bool = False) -> MatrixPlan:
   """Returns the plan of a call, not yet cut for a kernel."""
   (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
   gate = "none" if g is None else "head" if g.ndim == 3 else "channel"
@@ -166,6 +174,7 @@ def plan(q, v, g, documents: bool, scale: float, dtype) -> MatrixPlan:
     dtype,
     C,
     count_splits(B * HV * -(-V // COLUMNS), -(-T // C)),
+    bounded=bounded and gate == "channel",
   )
 
 

@@ -26,7 +26,7 @@ from lajax.pallas.norm import gated_rms_norm
 from lajax.pallas.plan import LEAST, plan
 from lajax.pallas.short_conv import short_conv
 
-GATES = ("none", "head", "channel")
+GATES = ("none", "head", "channel", "bounded")  # bounded: per channel, no log decay below -5
 WIDTHS, DTYPES = (64, 128, 256), ("bfloat16", "float32")
 KERNELS = {  # kernels of each family, in the order of their launches
   "linear_attention": (
@@ -54,6 +54,10 @@ KERNELS = {  # kernels of each family, in the order of their launches
   "gated_rms_norm": ("norm_forward", "norm_backward"),
 }  # fmt: skip
 GATED = ("linear_attention", "delta_rule", "dplr")
+BOUNDED = {  # kernels that differ where there is a declared bound
+  "linear_attention": ("linear_scores", "linear_key_gradients"),
+  "delta_rule": ("delta_solve", "delta_recompute", "delta_key_gradients"),
+}
 # Modules of the families with a triangular system.
 FORWARD = {"delta_rule": delta_rule_forward, "dplr": dplr_forward}
 WITHOUT_PRODUCTS = (
@@ -92,7 +96,9 @@ class Program(NamedTuple):
 
 
 def kernels(case: Case) -> tuple[str, ...]:
-  """Returns the kernels of its family that a case launches."""
+  """Returns the kernels of its family that a case launches; if bounded, those that differ."""
+  if case.gate == "bounded":
+    return BOUNDED[case.family]
   q = jax.ShapeDtypeStruct((1, 1, 1, case.D), case.dtype)
   g = {"none": None, "head": jax.ShapeDtypeStruct((1, 1, 1), f32), "channel": q}[case.gate]
   p = plan(q, q, g, False, 1.0, q.dtype)
@@ -113,8 +119,9 @@ def kernels(case: Case) -> tuple[str, ...]:
 def cases() -> Iterator[Case]:
   """Yields all cases that the report compiles: those that the kernels take."""
   for family in KERNELS:
-    gates = GATES if family in GATED else ("none",)
-    for case in (Case(family, *axes) for axes in itertools.product(gates, WIDTHS, DTYPES)):
+    gates = [gate for gate in GATES if family in (BOUNDED if gate == "bounded" else GATED)]
+    axes = itertools.product(gates or ["none"], WIDTHS, DTYPES)
+    for case in (Case(family, *one) for one in axes):
       q = jax.ShapeDtypeStruct((1, 1, 1, case.D), case.dtype)
       refused = {"delta_rule": supports_delta_rule(q, q, q), "dplr": supports_dplr(q, q, q, q, q)}
       if refused.get(family) is None:
@@ -136,7 +143,7 @@ def programs(
   """
   B, T, H, D = shape
   q, token, state = array((B, T, H, D), dtype), array((B, H, D), dtype), array((B, H, D, D), f32)
-  gates = {"none": None, "head": (H,), "channel": (H, D)}[gate]
+  gates = {"none": None, "head": (H,), "channel": (H, D), "bounded": (H, D)}[gate]
   g, g_token = (
     (None, None) if gates is None else (array((B, T, *gates), f32), array((B, *gates), f32))
   )
@@ -160,11 +167,15 @@ def programs(
       (array((B * T * H, D), dtype), array((D,), f32), array((B * T * H, D), dtype)),
     ),
   }[family]
+  if gate == "bounded":
+    call = functools.partial(call, bounded=True)
   cotangents = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(call, *args))
   found = {
     "forward": Program(call, args),
     "train": Program(functools.partial(_train, call, len(args)), (*args, cotangents)),
   }
+  if gate == "bounded":
+    return found
   if family in THROUGH and (family not in FORWARD or D <= FORWARD[family].WIDE):
     cut = plan(q, q, g, False, 1.0, jnp.dtype(dtype)).P > 1
     found["whole" if cut else "splits"] = Program(

@@ -7,8 +7,8 @@ data sheet (`lajax.pallas.model`); the temporary memory of whole training steps 
 H100. All are facts of compilation, or a model; none is a measurement.
 
 To compile all families takes about an hour on two cores. After a change of one family, name it:
-`--families dplr`. A bare `--families` compiles none and writes the tables again. Needs JAX 0.10 and
-`pip install -e ".[test]"`.
+`--families dplr`; after a change of one kind of gate, `--gates bounded` too. A bare `--families`
+compiles none and writes the tables again. Needs JAX 0.10 and `pip install -e ".[test]"`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import jax
 
 from lajax.pallas import compiled, model, programs
 from lajax.pallas.compiled import ARCHITECTURES, Facts
-from lajax.pallas.programs import KERNELS, Case, Shape
+from lajax.pallas.programs import GATES, KERNELS, Case, Shape
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 STEPS = {"layers": ("GatedDeltaNet", "KimiDeltaAttention"), "impls": ("chunked", "pallas")}
@@ -221,7 +221,8 @@ Made by `python -m lajax.pallas.report` (JAX 0.10). These are facts of compilati
 
 B = 4, T = 4096, 8 heads, K = V = D. In a cell: warps (w), registers per thread (r), bytes spilled
 and of stack (s), shared memory in KiB (K), tensor-core instructions (t), and blocks that one core
-(SM) holds at once (b).
+(SM) holds at once (b). The gate "bounded" is a decay per channel of which no log is below -5; the
+kernels that are not listed with it are those of "channel".
 
 {compiled_table([Facts(**row) for row in found["kernels"]])}
 
@@ -276,6 +277,9 @@ def main() -> None:
     choices=KERNELS,
     help="compile these; none without a name; default: all",
   )
+  parser.add_argument(
+    "--gates", nargs="+", default=GATES, choices=GATES, help="compile these alone; default: all"
+  )
   parser.add_argument("--steps", action="store_true", help="compile the training steps again, too")
   args = parser.parse_args()
   path = args.docs / "kernels.json"
@@ -283,10 +287,19 @@ def main() -> None:
   cases = list(programs.cases())
   for family in KERNELS if args.families is None else args.families:
     print(f"compiling {family} ..", flush=True)
-    rows = compiled.facts(ARCHITECTURES, [case for case in cases if case.family == family])
-    others = [row for row in found.get("kernels", []) if row["family"] != family]
+    anew = [case for case in cases if case.family == family and case.gate in args.gates]
+    rows, replaced = compiled.facts(ARCHITECTURES, anew), {case.gate for case in anew}
+    others = [
+      row
+      for row in found.get("kernels", [])
+      if row["family"] != family or row["gate"] not in replaced
+    ]
     every = [*others, *(row._asdict() for row in rows)]
-    found["kernels"] = sorted(every, key=lambda row: list(KERNELS).index(row["family"]))
+    place = lambda row: (
+      list(KERNELS).index(row["family"]),
+      KERNELS[row["family"]].index(row["kernel"]),
+    )
+    found["kernels"] = sorted(every, key=place)
     path.write_text(as_json(found))
   modelled_cases = [case for case in cases if case.family != "attention"]
   found["model"] = [

@@ -135,7 +135,8 @@ def store(ref, x: Array, mask: Array | None) -> None:
 #
 # All of these are exponentials of sums of log decays g over an interval of a chunk of C tokens.
 # They are formed from the sum of that interval, or as a product over it. A difference of running
-# sums loses its digits after one strong decay; a quotient or a positive exponent overflows.
+# sums loses its digits after one strong decay; a quotient or a positive exponent overflows. Only a
+# declared bound of g allows quotients, inside blocks of `BLOCK` tokens: see `halves`.
 #
 #     from_start(i)  over l <= i    from the chunk's start to token i
 #     before(i)      over l < i     from the chunk's start to just before the decay of token i
@@ -145,6 +146,8 @@ def store(ref, x: Array, mask: Array | None) -> None:
 #
 # Sums per head are masked sums of a [C C] tile: the lowering has no scan that would be cheaper on
 # [C].
+
+BLOCK = 16  # tokens; half a block decays by no more than e^-40 if no entry of g is below -5
 
 
 def between_per_head(g: Float[Array, "C"]) -> Float[Array, "C C"]:
@@ -203,7 +206,7 @@ def to_end_per_channel(g: Float[Array, "C K"], full: Products) -> Float[Array, "
   return jnp.exp(sums(iota(shape, 0) < iota(shape, 1), jnp.maximum(g, NEGLIGIBLE), full))
 
 
-def halves(g: Float[Array, "C K"]) -> Iterator[tuple[int, Array, Array]]:
+def halves(g: Float[Array, "C K"], bounded: bool = False) -> Iterator[tuple[int, Array, Array]]:
   """Yields, for h = 1, 2, 4 .. C: h, each token's decay from the start of its part of h tokens, and
   to the end of its part.
 
@@ -211,9 +214,19 @@ def halves(g: Float[Array, "C K"]) -> Iterator[tuple[int, Array, Array]]:
   part, between(i, j) is the product of i's decay from its start and j's decay to its end. So each h
   < C gives the scores across its halves as one product of matrices, both factors of which decay.
   The last item, h = C, holds from_start and to_end.
+
+  If `bounded`, no entry of g is below -5. The item of h = 8 is then the first, and gives all scores
+  inside blocks of 16 tokens. Its two arrays hold, for a token i behind the block's middle, the
+  decay from the middle to i and the reciprocal of that decay; for a token j before the middle, the
+  reciprocal of the decay from j to the middle and that decay. All are between e^-40 and e^40.
   """
   for h, (upto,), after in _halves([jnp.exp(g)]):
-    yield h, upto, after
+    if bounded and 2 * h == BLOCK:
+      later = iota(g.shape, 0) % BLOCK >= h
+      decay = jnp.where(later, upto, after)
+      upto, after = jnp.where(later, decay, 1 / decay), jnp.where(later, 1 / decay, decay)
+    if not bounded or 2 * h >= BLOCK:
+      yield h, upto, after
 
 
 def halves_before(g: Float[Array, "C K"]) -> Iterator[tuple[int, Array, Array, Array]]:
@@ -267,11 +280,15 @@ def crosses_level(C: int, level: Int[Array, ""] | int) -> Bool[Array, "C C"]:
   return ((i ^ j) >> level) == 1
 
 
-def crosses_halves(C: int, h: int) -> Bool[Array, "C C"]:
+def crosses_halves(C: int, h: int, bounded: bool = False) -> Bool[Array, "C C"]:
   """Returns whether row i is in the later and column j in the earlier half of one aligned group of
-  2h tokens.
+  2h tokens: the pairs of an item of `halves`.
+
+  If `bounded` and h = 8, these are all pairs j < i of a group.
   """
   i, j = iota((C, C), 0), iota((C, C), 1)
+  if bounded and 2 * h == BLOCK:
+    return ((i ^ j) < BLOCK) & (i > j)
   return ((i ^ j) // h == 1) & (i > j)
 
 
