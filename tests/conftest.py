@@ -70,7 +70,7 @@ SHARING = {
 }
 
 
-SLOW_ROWS = 3  # slow rows of one test in a plain run; the others are `exhaustive`
+SLOW_ROWS = 2  # slow rows of one test in a plain run; the others are `exhaustive`
 
 
 def mark_exhaustive(items):

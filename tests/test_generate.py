@@ -111,6 +111,7 @@ def test_rows_alone():
     np.testing.assert_array_equal(alone[0], batch().tokens[n])
 
 
+@pytest.mark.slow
 def test_another_piece_length():
   found = lajax.generate(hybrid(), PROMPTS, 12, **OPTIONS | {"prefill_piece": 7})
   np.testing.assert_array_equal(found, batch().tokens)

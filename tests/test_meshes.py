@@ -196,7 +196,7 @@ def all_numbers() -> dict[str, list[str]]:
   [
     "some_numbers",
     pytest.param("traced", marks=pytest.mark.slow),
-    pytest.param("all_numbers", marks=pytest.mark.slow),
+    pytest.param("all_numbers", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
   ],
 )
 def test_two_devices_equal_one(function):

@@ -96,7 +96,7 @@ def rule_cases():
       fast = (name, gate) in [("linear", "channel"), ("delta", "head"), ("normalized", "none")]
       yield pytest.param(name, gate, marks=() if fast else pytest.mark.slow)
   yield pytest.param("elementwise", "channel")
-  yield pytest.param("momentum", "head")
+  yield pytest.param("momentum", "head", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "gate"), [*rule_cases()])

@@ -23,6 +23,7 @@ def models():
   return model, unrolled(model)
 
 
+@pytest.mark.slow
 def test_logits_and_states_are_the_same(models):
   """Of a prompt with padding, and of one token more."""
   stacked, each = models

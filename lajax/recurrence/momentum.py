@@ -105,7 +105,7 @@ class _Solved(NamedTuple):
   scores: Float[Array, "C 2 C"]  # of q and p with k, inside a document
   P: Float[Array, "C C"]
   T: Float[Array, "C C"]
-  W: Float[Array, "C 2K"]
+  W: Float[Array, "C 2*K"]
 
 
 def _solve(x: MomentumTokens, w: _Weights, masks: Masks | None, precision) -> _Solved:
@@ -117,7 +117,7 @@ def _solve(x: MomentumTokens, w: _Weights, masks: Masks | None, precision) -> _S
   return _Solved(scores, weighted[:, 0], T, W)
 
 
-def _both(x: Float[Array, "C K"], of_S, of_M) -> Float[Array, "C 2K"]:
+def _both(x: Float[Array, "C K"], of_S, of_M) -> Float[Array, "C 2*K"]:
   return jnp.concatenate([x * of_S, x * of_M], axis=1)
 
 
