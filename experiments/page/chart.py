@@ -58,10 +58,21 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-  """A figure. `key` is its name in files and links: letters, digits and hyphens."""
+  """A figure.
+
+  Attributes:
+    key: name in files and links: letters, digits and hyphens.
+    title: of the figure.
+    setting: configuration that tells the figure from others of the same title; may be empty.
+    x: horizontal axis.
+    y: vertical axis.
+    series: what is drawn, the first below the others.
+    note: what bands, bars and lines mean; may be empty.
+  """
 
   key: str
   title: str
+  setting: str
   x: Axis
   y: Axis
   series: tuple[Series, ...]

@@ -17,12 +17,12 @@ def label(line: dict) -> str:
   return STACKS[model].label if model in STACKS else model
 
 
-def drawn(lines: Sequence[Line], figures: Sequence[tuple[str, str, Axis]]) -> list[Chart]:
+def drawn(lines: Sequence[Line], figures: Sequence[tuple[str, str, str, Axis]]) -> list[Chart]:
   """Returns a chart of each value against the context, for each setting."""
   return [
-    Chart(f"{name}-{n}", titled(title, setting), CONTEXT, y, curves(rows, "length", name, label))
+    Chart(f"{key}-{n}", title, setting, CONTEXT, y, curves(rows, "length", name, label))
     for n, (setting, rows) in enumerate(by_setting(lines, FREE))
-    for name, title, y in figures
+    for key, name, title, y in figures
   ]
 
 
@@ -32,8 +32,8 @@ def charts(lines: Sequence[Line]) -> list[Chart]:
   return drawn(
     lines,
     [
-      ("carried_bytes", "Memory during decoding", carried),
-      ("decode_operations", "Work of the next token", Axis(operations, log=True)),
+      ("memory", "carried_bytes", "Memory during decoding", carried),
+      ("operations", "decode_operations", "Work of the next token", Axis(operations, log=True)),
     ],
   )
 
@@ -66,8 +66,8 @@ def measured_charts(lines: Sequence[Line]) -> list[Chart]:
   return drawn(
     lines,
     [
-      ("milliseconds", "Time of the next token", Axis("milliseconds", log=True)),
-      ("bytes", "Measured bytes", carried),
+      ("time", "milliseconds", "Time of the next token", Axis("milliseconds", log=True)),
+      ("bytes", "bytes", "Measured bytes", carried),
     ],
   )
 

@@ -160,28 +160,23 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _made_by(section: Section) -> Iterator[str]:
-  lines = section.lines
-  commands = list(dict.fromkeys(line.values.get("command") for line in lines))
-  yield '<div class="made">'
-  yield f"<p><span>File</span> <code>{escape(section.file)}</code></p>"
+  facts = [("File", f"<code>{escape(section.file)}</code>")]
+  commands = list(dict.fromkeys(line.values.get("command") for line in section.lines))
   for command in commands:
-    if command:
-      yield f"<p><span>Command</span> <code>{escape(str(command))}</code></p>"
-    else:
-      kind = section.parts[0].kind.command
+    text = f"<code>{escape(str(command))}</code>"
+    if not command:
       some = "Some lines" if len(commands) > 1 else "The lines"
-      yield (
-        f"<p><span>Command</span> {some} do not say it; <code>{escape(kind)}</code> makes such"
-        " lines.</p>"
-      )
-  yield f"<p><span>Versions</span> {escape(versions_text(lines))}</p>"
+      usual = escape(section.parts[0].kind.command)
+      text = f"{some} do not say it; <code>{usual}</code> makes such lines."
+    facts.append(("Command", text))
+  facts.append(("Versions", escape(versions_text(section.lines))))
   older = sum(len(part.older) for part in section.parts)
   if older:
-    yield (
-      f"<p><span>Repeated</span> {older:,} older {'line' if older == 1 else 'lines'} of runs that"
-      " were repeated: under “Every line”, but not in figures.</p>"
-    )
-  yield "</div>"
+    text = f"{older:,} older {'line' if older == 1 else 'lines'} of runs that were repeated: "
+    facts.append(("Repeated", f"{text}under “Every line”, but not in figures."))
+  yield '<dl class="made">'
+  yield from (f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
+  yield "</dl>"
 
 
 def versions_text(lines: Sequence[Line]) -> str:
@@ -197,7 +192,8 @@ def versions_text(lines: Sequence[Line]) -> str:
 
 def _figure(chart: Chart) -> str:
   note = f"<small>{escape(chart.note)}</small>" if chart.note else ""
-  title = f"<figcaption>{escape(chart.title)}</figcaption>"
+  setting = f" <span>{escape(chart.setting)}</span>" if chart.setting else ""
+  title = f"<figcaption>{escape(chart.title)}{setting}</figcaption>"
   return f'<figure id="{chart.key}">{title}\n{draw(chart)}\n{note}</figure>'
 
 

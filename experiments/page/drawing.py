@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 from page.chart import Axis, Chart, Point, Series, ticks
 
 STYLE = pathlib.Path(__file__).with_name("figure.css")
-WIDTH, PLOT, ROW = 440.0, 220.0, 22.0  # of a figure, height of a plot, height per row of names
+WIDTH, PLOT, ROW = 400.0, 210.0, 22.0  # of a figure, height of a plot, height per row of names
 FONT = 12.0
 COLOURS, DASHES, SHAPES = 8, 3, 7
 MOST_MARKS = 40  # points per series that are drawn; with more, hovering still finds each
@@ -72,13 +72,13 @@ def draw(chart: Chart, *, alone: bool = False) -> str:
   xs = [p.x for s in chart.series for p in s.points]
   x_ends = [end for s in chart.series for p in s.points for end in (p.low, p.high)] if names else xs
   ys = [end for s in chart.series for p in s.points for end in (p.low, p.high)]
-  top = 26.0 + 26.0 * alone
+  top = 26.0 + (26.0 + 17.0 * bool(chart.setting)) * alone
   bottom = top + (ROW * len(names) if names else PLOT)
   y = scale_of(chart.y, ys, *((top, bottom) if names else (bottom, top)))
-  y_ticks = list(range(len(names))) if names else places(y, [], 5)
+  y_ticks = list(range(len(names))) if names else places(y, [], 6)
   y_texts = list(names) if names else [chart.y.write(v) for v in y_ticks]
   left = min(12.0 + max(width_of(text) for text in y_texts), 0.45 * WIDTH)
-  x = scale_of(chart.x, [*xs, *x_ends], left, WIDTH - 14)
+  x = scale_of(chart.x, [*xs, *x_ends], left, WIDTH - 26)
   height = bottom + 44 + 19 * len(legend) + 4
   parts = [
     f'<svg class="figure" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:.0f} {height:.0f}"'
@@ -87,7 +87,7 @@ def draw(chart: Chart, *, alone: bool = False) -> str:
   if alone:
     parts.append(f"<style>{STYLE.read_text(encoding='utf-8')}</style>")
     parts.append(f'<rect class="paper" width="{WIDTH:.0f}" height="{height:.0f}"/>')
-    parts.append(_text(8, 20, chart.title, "heading"))
+    parts += [_text(8, 20, chart.title, "heading"), _text(8, 37, chart.setting, "tick")]
   parts += _axes(chart, x, y, y_ticks, y_texts, [*xs, *x_ends])
   for index, series in enumerate(chart.series):
     parts.append(f'<g class="series {look(chart, index)}" data-series="{index}">')
@@ -107,7 +107,7 @@ def slot(chart: Chart, index: int) -> int:
 
 def look(chart: Chart, index: int) -> str:
   n = slot(chart, index)
-  return f"c{n % COLOURS} d{n // COLOURS % DASHES} {chart.series[index].style}"
+  return f"c{n % COLOURS} d{n // COLOURS % DASHES} is-{chart.series[index].style}"
 
 
 def _shape(chart: Chart, index: int) -> int:
@@ -128,7 +128,7 @@ def _axes(
   for value, text in zip(y_ticks, y_texts, strict=True):
     at = y(value)
     yield f'<path class="grid" d="M{left:.1f} {at:.1f}H{right:.1f}"/>'
-    most = int((left - 12) / (0.6 * FONT))
+    most = round((left - 12) / (0.6 * FONT))
     shown = text if len(text) <= most else f"{text[: max(1, most - 1)]}…"
     title = f"<title>{escape(text)}</title>" if shown != text else ""
     yield _text(left - 7, at + 4, shown, "tick end", title)

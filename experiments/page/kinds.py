@@ -133,7 +133,8 @@ KINDS: dict[str, Kind] = {
     costs.tables,
   ),
   "decode": Kind(
-    *COST,
+    "Time of the next token",
+    "python experiments/cost.py --measure",
     has("model", "length parameters milliseconds cpu_milliseconds bytes expected_bytes"),
     ("model", "length"),
     costs.measured_charts,

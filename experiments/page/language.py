@@ -43,7 +43,7 @@ def charts(lines: Sequence[Line]) -> list[Chart]:
       series.append(
         Series(reference, points_of([(0.0, bits), (factor * max(ends), bits)]), "level")
       )
-    found.append(Chart(key, f"Bits per byte over {name}", x, y, tuple(series), note))
+    found.append(Chart(key, f"Bits per byte over {name}", "", x, y, tuple(series), note))
   return found
 
 

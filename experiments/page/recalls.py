@@ -65,7 +65,7 @@ def over_steps(key: str, setting: str, lines: list[dict]) -> Chart:
   note = "Lines are means over the seeds, bands reach from the lowest to the highest seed. A run "
   note += "that stopped early keeps its last accuracy."
   x = Axis("training steps", low=0.0)
-  return Chart(key, f"Accuracy over training steps: {setting}", x, ACCURACY, tuple(series), note)
+  return Chart(key, "Accuracy over training steps", setting, x, ACCURACY, tuple(series), note)
 
 
 def at(curve: list, step: int) -> float:
@@ -88,10 +88,11 @@ def against_state(key: str, setting: str, lines: list[dict], preset: Preset | No
       name = f"{label(mixer)}, published"
       series.append(Series(name, points_of(values), "level", like=label(mixer)))
   x = Axis("bytes of decode state per row", log=True, write=size)
-  title = f"Accuracy against the size of the state: {setting}"
-  return Chart(
-    key, title, x, ACCURACY, tuple(series), "Bars reach from the lowest to the highest seed."
+  title, note = (
+    "Accuracy against the size of the state",
+    "Bars reach from the lowest to the highest ",
   )
+  return Chart(key, title, setting, x, ACCURACY, tuple(series), f"{note}seed.")
 
 
 def against_rate(key: str, setting: str, lines: list[dict]) -> list[Chart]:
@@ -105,9 +106,9 @@ def against_rate(key: str, setting: str, lines: list[dict]) -> list[Chart]:
       Series(label(mixer), points_of((line["learning_rate"], line["accuracy"]) for line in cell))
       for (mixer,), cell in cells.items()
     ]
-    title = f"Accuracy by learning rate: {setting}, width {d_model}"
+    title, place = "Accuracy by learning rate", f"{setting}, width {d_model}"
     x = Axis("peak learning rate", log=True, write=lambda rate: f"{rate:.2g}")
-    found.append(Chart(f"{key}-{d_model}", title, x, ACCURACY, tuple(series)))
+    found.append(Chart(f"{key}-{d_model}", title, place, x, ACCURACY, tuple(series)))
   return found
 
 
@@ -130,9 +131,9 @@ def by_rows(key: str, setting: str, lines: list[dict]) -> list[Chart]:
         if values:
           points.append(Point(statistics.fmean(values), n, min(values), max(values)))
       series.append(Series(label(mixer), tuple(points), "points"))
-    title = f"Accuracy by held-out rows: {setting}, width {d_model}"
+    title, place = "Accuracy by held-out rows", f"{setting}, width {d_model}"
     y = Axis("length L and pairs K of the rows", names=tuple(names))
-    found.append(Chart(f"{key}-{d_model}", title, ACCURACY, y, tuple(series)))
+    found.append(Chart(f"{key}-{d_model}", title, place, ACCURACY, y, tuple(series)))
   return found
 
 

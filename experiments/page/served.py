@@ -35,8 +35,8 @@ def charts(lines: Sequence[Line]) -> list[Chart]:
     if ends:
       speed += (Series(WAYS["one by one"], points_of(ends), "level"),)
     y = Axis("tokens per second", low=0.0)
-    title = titled("Throughput, all requests at once", setting)
-    found.append(Chart(f"throughput-{n}", title, SLOTS, y, speed))
+    title = "Throughput, all requests at once"
+    found.append(Chart(f"throughput-{n}", title, setting, SLOTS, y, speed))
     timed = [row for row in rows if "first_median" in row]
     if timed:
       scaled = [
@@ -46,8 +46,8 @@ def charts(lines: Sequence[Line]) -> list[Chart]:
         curves(scaled, "slots", name, lambda row, text=text: text)[0]
         for name, text in TIMES.items()
       )
-      title = titled("Latency of the engine at random arrivals", setting)
-      found.append(Chart(f"latency-{n}", title, SLOTS, Axis("milliseconds", log=True), series))
+      title, y = "Latency of the engine at random arrivals", Axis("milliseconds", log=True)
+      found.append(Chart(f"latency-{n}", title, setting, SLOTS, y, series))
   return found
 
 
@@ -82,8 +82,8 @@ def prefix_charts(lines: Sequence[Line]) -> list[Chart]:
     spread = lambda row: (1e3 * row["first_median"],) * 3
     names, series = dots(named, "name", lambda row: "first token", spread)
     x, y = Axis("milliseconds, median", low=0.0), Axis("way", names=names)
-    title = titled("First token behind a shared prefix", setting)
-    found.append(Chart(f"prefix-{n}", title, x, y, series))
+    title = "First token behind a shared prefix"
+    found.append(Chart(f"prefix-{n}", title, setting, x, y, series))
   return found
 
 
@@ -109,7 +109,7 @@ def draft_charts(lines: Sequence[Line]) -> list[Chart]:
     ]
     names, series = dots(parts, "name", lambda row: "time", lambda row: (row["value"],) * 3)
     x, y = Axis("milliseconds", low=0.0), Axis("call", names=names)
-    found.append(Chart(f"drafts-{n}", titled("Verification of drafts", setting), x, y, series))
+    found.append(Chart(f"drafts-{n}", "Verification of drafts", setting, x, y, series))
   return found
 
 

@@ -41,10 +41,10 @@ def op_charts(lines: Sequence[Line]) -> list[Chart]:
           *(1e3 * end(row[f"{key}_seconds"]) for end in (min, max)),
         )
         names, series = dots(timed, "op", lambda row: row["name"], spread)
-        title = titled(f"{title} at {length:,} tokens", setting)
+        title = f"{title} at {length:,} tokens"
         note = "Medians over the rounds; bars reach from the fastest to the slowest round."
         x, y = Axis("milliseconds", log=True), Axis("op", names=names)
-        found.append(Chart(f"{key}-{length}-{n}", title, x, y, series, note))
+        found.append(Chart(f"{key}-{length}-{n}", title, setting, x, y, series, note))
   return found
 
 
@@ -77,8 +77,8 @@ def decode_charts(lines: Sequence[Line]) -> list[Chart]:
     label = lambda row: f"at position {row['position']:,}"
     names, series = dots(rows, "op", label, lambda row: (row["step_us"],) * 3)
     x, y = Axis("microseconds per token", log=True), Axis("op", names=names)
-    title = titled("Decoding one token", setting)
-    found.append(Chart(f"decode-{n}", title, x, y, series, "Medians over the rounds."))
+    note = "Medians over the rounds."
+    found.append(Chart(f"decode-{n}", "Decoding one token", setting, x, y, series, note))
   return found
 
 
@@ -103,7 +103,7 @@ def scaling_charts(lines: Sequence[Line]) -> list[Chart]:
     series = curves(per_token, "length", "us", lambda row: row["op"])
     x = Axis("tokens of a sequence", log=True)
     y = Axis("microseconds per token, forward and backward", log=True)
-    found.append(Chart(f"scaling-{n}", titled("Time per token, chunked", setting), x, y, series))
+    found.append(Chart(f"scaling-{n}", "Time per token, chunked", setting, x, y, series))
   return found
 
 
@@ -135,7 +135,7 @@ def compile_charts(lines: Sequence[Line]) -> list[Chart]:
     ]
     names, series = dots(both, "name", lambda row: row["what"], lambda row: (row["value"],) * 3)
     x, y = Axis("seconds", low=0.0), Axis("layers", names=names)
-    found.append(Chart(f"compile-{n}", "Compiling the gradient of layers", x, y, series))
+    found.append(Chart(f"compile-{n}", "Compiling the gradient of layers", "", x, y, series))
   return found
 
 
