@@ -47,8 +47,10 @@ def main() -> None:
   try:
     files = files_in(config.results)
     cli.make_folder(config.out.parent)
+    if config.out.is_dir():
+      raise ValueError(f"--out {config.out}: must be a file, such as {config.out / 'report.html'}")
     if config.figures is not None:
-      cli.make_folder(config.figures)
+      cli.make_folder(config.figures, "figures")
   except ValueError as error:
     cli.fail(PROG, str(error))
   print(run(config, files))

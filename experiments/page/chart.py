@@ -42,6 +42,7 @@ class Axis:
   Attributes:
     label: quantity and unit.
     log: logarithmic, if all values are positive.
+    own_ticks: ticks stand at the values of the points, if these are few.
     write: number -> text of a tick.
     low: lower end; None: that of the data.
     high: upper end; None: that of the data.
@@ -50,6 +51,7 @@ class Axis:
 
   label: str
   log: bool = False
+  own_ticks: bool = False
   write: Callable[[float], str] = lambda x: number(x)
   low: float | None = None
   high: float | None = None
@@ -68,6 +70,7 @@ class Chart:
     y: vertical axis.
     series: what is drawn, the first below the others.
     note: what bands, bars and lines mean; may be empty.
+    labels: of all figures that share colours, in order; empty: of this figure.
   """
 
   key: str
@@ -77,6 +80,13 @@ class Chart:
   y: Axis
   series: tuple[Series, ...]
   note: str = ""
+  labels: tuple[str, ...] = ()
+
+
+def with_common_colours(charts: Sequence[Chart]) -> list[Chart]:
+  """Gives each label the same colour and shape in all charts."""
+  labels = tuple(dict.fromkeys(s.label for c in charts for s in c.series if not s.like))
+  return [dataclasses.replace(chart, labels=labels) for chart in charts]
 
 
 def points_of(values: Iterable[tuple[float, float]]) -> tuple[Point, ...]:

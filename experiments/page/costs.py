@@ -9,7 +9,7 @@ from page.speeds import titled
 from page.table import Cell, Table, numbers, table, words
 
 FREE = ("models", "lengths", "measure")
-CONTEXT = Axis("tokens of context", log=True)
+CONTEXT = Axis("tokens of context", log=True, own_ticks=True)
 
 
 def label(line: dict) -> str:

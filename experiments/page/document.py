@@ -8,12 +8,13 @@ import string
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from page.chart import Chart
+from page.chart import Chart, with_common_colours
 from page.drawing import STYLE, draw
 from page.kinds import KINDS, Kind
-from page.lines import Line, Problem, latest, shared, text_of, without
+from page.lines import Line, Problem, command_of, latest, shared, text_of, without
 from page.table import MISSING, Cell, Table, numbers, table, words
 
+LONG = 40  # characters of a cell whose text may have several lines
 FOLDER = pathlib.Path(__file__).parent
 
 
@@ -52,7 +53,7 @@ class Section:
     return [
       dataclasses.replace(chart, key=f"{self.key}-{chart.key}")
       for part in self.parts
-      for chart in part.kind.charts(part.used)
+      for chart in with_common_colours(part.kind.charts(part.used))
     ]
 
 
@@ -141,7 +142,7 @@ def _section(section: Section) -> Iterator[str]:
   yield from _made_by(section)
   charts = section.charts()
   if charts:
-    yield '<div class="figures">'
+    yield f'<div class="figures{" few" * (len(charts) < 3)}">'
     yield from map(_figure, charts)
     yield "</div>"
   names = (f"{section.key}-table-{n}" for n in itertools.count())
@@ -161,7 +162,7 @@ def _section(section: Section) -> Iterator[str]:
 
 def _made_by(section: Section) -> Iterator[str]:
   facts = [("File", f"<code>{escape(section.file)}</code>")]
-  commands = list(dict.fromkeys(line.values.get("command") for line in section.lines))
+  commands = list(dict.fromkeys(map(command_of, section.lines)))
   for command in commands:
     text = f"<code>{escape(str(command))}</code>"
     if not command:
@@ -185,7 +186,7 @@ def versions_text(lines: Sequence[Line]) -> str:
   for line in lines:
     versions = line.values.get("versions")
     for name, version in versions.items() if isinstance(versions, dict) else ():
-      if str(version) not in found.setdefault(str(name), []):
+      if name != "command" and str(version) not in found.setdefault(str(name), []):
         found[str(name)].append(str(version))
   return ", ".join(f"{name} {' or '.join(v)}" for name, v in found.items()) or "not stated"
 
@@ -259,7 +260,7 @@ def _table(key: str, found: Table) -> Iterator[str]:
     for n, (cell, is_number) in enumerate(zip(row, numeric, strict=True)):
       tag = '<th scope="row"' if n == 0 else "<td"
       value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-      kind = " class=number" * is_number
+      kind = " class=number" * is_number + " class=long" * (len(cell.text) > LONG and not is_number)
       cells.append(f"{tag}{kind}{value}>{escape(cell.text)}</{'th' if n == 0 else 'td'}>")
     yield f"<tr>{''.join(cells)}</tr>"
   yield "</tbody></table></div>"

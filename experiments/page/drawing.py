@@ -12,6 +12,7 @@ STYLE = pathlib.Path(__file__).with_name("figure.css")
 WIDTH, PLOT, ROW = 400.0, 210.0, 22.0  # of a figure, height of a plot, height per row of names
 FONT = 12.0
 COLOURS, DASHES, SHAPES = 8, 3, 7
+MOST_TICKS = 6
 MOST_MARKS = 40  # points per series that are drawn; with more, hovering still finds each
 
 
@@ -58,9 +59,9 @@ def scale_of(axis: Axis, values: Sequence[float], start: float, end: float) -> S
 
 
 def places(scale: Scale, values: Sequence[float], most: int) -> list[float]:
-  """Returns the values of the ticks. A logarithmic axis marks the data's own if they are few."""
+  """Returns the values of the ticks."""
   own = sorted(set(values))
-  if scale.log and 1 < len(own) <= 6:
+  if scale.axis.own_ticks and len(own) <= MOST_TICKS:
     return own
   return ticks(scale.low, scale.high, log=scale.log, most=most)
 
@@ -75,7 +76,7 @@ def draw(chart: Chart, *, alone: bool = False) -> str:
   top = 26.0 + (26.0 + 17.0 * bool(chart.setting)) * alone
   bottom = top + (ROW * len(names) if names else PLOT)
   y = scale_of(chart.y, ys, *((top, bottom) if names else (bottom, top)))
-  y_ticks = list(range(len(names))) if names else places(y, [], 6)
+  y_ticks = list(range(len(names))) if names else places(y, [], MOST_TICKS)
   y_texts = list(names) if names else [chart.y.write(v) for v in y_ticks]
   left = min(12.0 + max(width_of(text) for text in y_texts), 0.45 * WIDTH)
   x = scale_of(chart.x, [*xs, *x_ends], left, WIDTH - 26)
@@ -99,7 +100,7 @@ def draw(chart: Chart, *, alone: bool = False) -> str:
 
 def slot(chart: Chart, index: int) -> int:
   """Returns the number of a series's look: its own, or that of the label that it is like."""
-  labels = [s.label for s in chart.series if not s.like]
+  labels = chart.labels or [s.label for s in chart.series if not s.like]
   series = chart.series[index]
   name = series.like or series.label
   return labels.index(name) if name in labels else len(labels)
@@ -133,7 +134,7 @@ def _axes(
     title = f"<title>{escape(text)}</title>" if shown != text else ""
     yield _text(left - 7, at + 4, shown, "tick end", title)
   taken = -math.inf
-  for value in places(x, xs, 6):
+  for value in places(x, xs, MOST_TICKS):
     text, at = chart.x.write(value), x(value)
     half = width_of(text) / 2
     if at - half < taken + 4 or at + half > WIDTH:

@@ -76,6 +76,12 @@ def _refuse(name: str) -> None:
   raise ValueError(f"{name} is no number of JSON")
 
 
+def command_of(line: Line) -> str:
+  """Returns the command that made a line, or "" if the line does not say it."""
+  versions = line.values.get("versions")
+  return str(versions.get("command", "")) if isinstance(versions, dict) else ""
+
+
 def latest(lines: Sequence[Line], decides: Sequence[str]) -> tuple[list[Line], list[Line]]:
   """Returns the latest line of each run, and the older lines of runs that were repeated.
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from page.chart import Axis, Chart, Point, Series, points_of, size
-from page.lines import Line, by_setting, differences
+from page.lines import Line, by_setting, command_of, differences
 from page.table import MISSING, Cell, Table, numbers, spreads, table, words
 from recall.mixers import MIXERS
 from recall.presets import PRESETS, Preset
@@ -22,8 +22,7 @@ def label(mixer: str) -> str:
 def preset_of(lines: Sequence[Line]) -> Preset | None:
   """Returns the preset that the lines' command, or else their folder, names."""
   for line in lines:
-    command = str(line.values.get("command", ""))
-    found = re.search(r"--preset[ =](\S+)", command) or re.match(
+    found = re.search(r"--preset[ =](\S+)", command_of(line)) or re.match(
       r"(?:.*/)?mqar-([^/]+)/", line.file
     )
     if found and found[1] in PRESETS:
@@ -87,7 +86,7 @@ def against_state(key: str, setting: str, lines: list[dict], preset: Preset | No
       values = [(place, float(text)) for place, text in texts.items()]
       name = f"{label(mixer)}, published"
       series.append(Series(name, points_of(values), "level", like=label(mixer)))
-  x = Axis("bytes of decode state per row", log=True, write=size)
+  x = Axis("bytes of decode state per row", log=True, own_ticks=True, write=size)
   title, note = (
     "Accuracy against the size of the state",
     "Bars reach from the lowest to the highest ",
@@ -107,7 +106,7 @@ def against_rate(key: str, setting: str, lines: list[dict]) -> list[Chart]:
       for (mixer,), cell in cells.items()
     ]
     title, place = "Accuracy by learning rate", f"{setting}, width {d_model}"
-    x = Axis("peak learning rate", log=True, write=lambda rate: f"{rate:.2g}")
+    x = Axis("peak learning rate", log=True, own_ticks=True, write=lambda rate: f"{rate:.2g}")
     found.append(Chart(f"{key}-{d_model}", title, place, x, ACCURACY, tuple(series)))
   return found
 
@@ -156,7 +155,7 @@ def tables(lines: Sequence[Line]) -> list[Table]:
     "accuracy": spreads(of("accuracy")),
     "published": words(text for _, text in shown),
     "all correct": spreads(of("all_correct")),
-    "steps to 99 %": [reached(values) for values in of("steps_to_99")],
+    "steps to 99\u00a0%": [reached(values) for values in of("steps_to_99")],
     "steps": spreads(of("steps"), ".0f"),
     "seeds": numbers(len(seeds) for seeds in cells),
     "learning rate": numbers(first("learning_rate"), ".3g"),

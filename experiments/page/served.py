@@ -8,7 +8,7 @@ from page.speeds import dots, titled
 from page.table import Table, numbers, table, words
 from serving.report import WAYS
 
-SLOTS = Axis("slots", log=True)
+SLOTS = Axis("slots", log=True, own_ticks=True)
 TIMES = {
   "first_median": "first token, median",
   "first_95": "first token, 95th percentile",
@@ -23,13 +23,18 @@ DRAFTS = {
 }
 
 
+def way_name(row: dict) -> str:
+  way: str = row["way"]
+  return WAYS.get(way, way)
+
+
 def charts(lines: Sequence[Line]) -> list[Chart]:
   """Tokens per second, and latencies at random arrivals, against the slots."""
   found = []
   for n, (setting, rows) in enumerate(by_setting(lines, ("slots",))):
     many = [row for row in rows if row["way"] != "one by one"]
     slots = [row["slots"] for row in many] or [1]
-    speed = curves(many, "slots", "tokens_per_second", lambda row: WAYS.get(row["way"], row["way"]))
+    speed = curves(many, "slots", "tokens_per_second", way_name)
     alone = [row["tokens_per_second"] for row in rows if row["way"] == "one by one"]
     ends = [(place, value) for value in alone for place in (min(slots), max(slots))]
     if ends:
@@ -57,7 +62,7 @@ def tables(lines: Sequence[Line]) -> list[Table]:
     base = next((row["tokens_per_second"] for row in rows if row["way"] == "one by one"), None)
     speeds = [row["tokens_per_second"] for row in rows]
     columns = {
-      "way": words(WAYS.get(row["way"], row["way"]) for row in rows),
+      "way": words(map(way_name, rows)),
       "slots": numbers(row["slots"] for row in rows),
       "tokens/s": numbers(speeds, ",.0f"),
       "to one by one": numbers((x / base if base else None for x in speeds), ".1f"),
@@ -69,7 +74,7 @@ def tables(lines: Sequence[Line]) -> list[Table]:
 
 
 def prefix_name(row: dict) -> str:
-  way = WAYS.get(row["way"], row["way"])
+  way = way_name(row)
   if row["way"] != "engine":
     return way
   return f"{way}, {'with' if row['cache'] else 'without'} a cache"

@@ -101,7 +101,7 @@ def scaling_charts(lines: Sequence[Line]) -> list[Chart]:
   for n, (setting, rows) in enumerate(by_setting(lines, FREE)):
     per_token = [row | {"us": 1e3 * row["both_ms"] / row["length"]} for row in rows]
     series = curves(per_token, "length", "us", lambda row: row["op"])
-    x = Axis("tokens of a sequence", log=True)
+    x = Axis("tokens of a sequence", log=True, own_ticks=True)
     y = Axis("microseconds per token, forward and backward", log=True)
     found.append(Chart(f"scaling-{n}", "Time per token, chunked", setting, x, y, series))
   return found

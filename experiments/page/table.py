@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Table:
 MISSING = Cell("–")
 
 
-def table(title: str, columns: dict[str, Sequence[Cell]], note: str = "") -> Table:
+def table(title: str, columns: Mapping[str, Sequence[Cell]], note: str = "") -> Table:
   """Makes a table of columns. Columns without any value are left out."""
   full = {name: cells for name, cells in columns.items() if any(c != MISSING for c in cells)}
   return Table(title, tuple(full), tuple(zip(*full.values(), strict=True)), note)
