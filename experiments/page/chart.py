@@ -111,7 +111,7 @@ def curves(
 def number(x: float) -> str:
   """Formats a number of an axis: 0.25, 4,096, 16k, 10M."""
   for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-    if abs(x) >= scale and (abs(x) >= 1e6 or x % scale == 0):
+    if abs(x) >= scale and (abs(x) >= 1e6 or (abs(x) >= 1e4 and x % scale == 0)):
       return f"{x / scale:.3g}{unit}"
   return f"{x:,.4g}" if abs(x) < 1e3 else f"{x:,.0f}"
 

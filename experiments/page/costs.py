@@ -41,7 +41,7 @@ def charts(lines: Sequence[Line]) -> list[Chart]:
 def tables(lines: Sequence[Line]) -> list[Table]:
   found = []
   for setting, rows in by_setting(lines, FREE):
-    of = lambda name, form=",d", rows=rows: numbers((row[name] for row in rows), form)
+    of = lambda name, form=",.0f", rows=rows: numbers((row[name] for row in rows), form)
     bytes_of = lambda part, rows=rows: [
       Cell(size(row[f"{part}_bytes"]), row[f"{part}_bytes"]) for row in rows
     ]
@@ -75,7 +75,7 @@ def measured_charts(lines: Sequence[Line]) -> list[Chart]:
 def measured_tables(lines: Sequence[Line]) -> list[Table]:
   found = []
   for setting, rows in by_setting(lines, FREE):
-    of = lambda name, form=",d", rows=rows: numbers((row[name] for row in rows), form)
+    of = lambda name, form=",.0f", rows=rows: numbers((row[name] for row in rows), form)
     columns = {
       "model": words(map(label, rows)),
       "context": of("length"),

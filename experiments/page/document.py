@@ -10,7 +10,7 @@ from html import escape
 
 from page.chart import Chart, with_common_colours
 from page.drawing import STYLE, draw
-from page.kinds import KINDS, Kind
+from page.kinds import KINDS, Kind, name_of
 from page.lines import Line, Problem, command_of, latest, shared, text_of, without
 from page.table import MISSING, Cell, Table, numbers, table, words
 
@@ -62,7 +62,7 @@ def sections_of(lines: Iterable[Line]) -> list[Section]:
   order = list(dict.fromkeys(kind.experiment for kind in KINDS.values()))
   groups: dict[tuple[str, str], dict[str, list[Line]]] = {}
   for line in lines:
-    task = line.values["task"]
+    task = name_of(line.values)
     groups.setdefault((KINDS[task].experiment, line.file), {}).setdefault(task, []).append(line)
   found, taken = [], set()
   for (experiment, file), tasks in sorted(
@@ -209,7 +209,7 @@ def configuration(part: Part) -> Table:
     values.append(text_of(same[name]) if name in same else " | ".join(dict.fromkeys(found)))
   return table(
     f"{len(configs):,} {'line' if len(configs) == 1 else 'lines'} of the task"
-    f" “{part.lines[0].values['task']}”",
+    f" “{name_of(part.lines[0].values)}”",
     {"name": words(names), "value": words(values)},
     "Values that differ between lines are separated by |.",
   )
@@ -219,7 +219,7 @@ def every_line(part: Part) -> Table:
   """Makes a table of all lines: their values, and what differs in their configurations."""
   same = shared([line.values["config"] for line in part.lines])
   rows = [
-    without(line.values, ("task", "config", "versions", "command"))
+    without(line.values, ("config", "versions"))
     | {
       f"config: {name}": value
       for name, value in line.values["config"].items()
@@ -232,7 +232,7 @@ def every_line(part: Part) -> Table:
     columns["in figures"] = words("no" if line in part.older else "yes" for line in part.lines)
   for name in dict.fromkeys(name for row in rows for name in row):
     columns[name.replace("_", " ")] = [_cell(row.get(name)) for row in rows]
-  return table(f"Lines of the task “{part.lines[0].values['task']}”", columns)
+  return table(f"Lines of the task “{name_of(part.lines[0].values)}”", columns)
 
 
 def _cell(value) -> Cell:

@@ -1,6 +1,7 @@
 """Kinds of lines: how each is recognised, and the figures and tables that it gives.
 
-A further kind is one row in `KINDS`, under the value of `task` in its lines.
+A further kind is one row in `KINDS`, under the value of `task` in its lines. The suite of tasks of
+`recall.py` is one kind: its lines name their row.
 """
 
 import dataclasses
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import lm.run
 import recall.runs
-from page import costs, language, recalls, served, speeds
+from page import costs, language, recalls, served, speeds, suites
 from page.chart import Chart
 from page.lines import Line
 from page.table import Table
@@ -50,11 +51,37 @@ def has(texts: str, numbers: str = "", optional: str = "") -> Callable[[dict], b
   return check
 
 
+def is_model(config: dict) -> bool:
+  """Returns whether a configuration has what groups the runs of a recall experiment."""
+  return isinstance(config.get("mixer"), str) and has_numbers(config, ["learning_rate", "d_model"])
+
+
 def is_recall(line: dict) -> bool:
   """Returns whether a line is that of a training run on a recall task."""
-  rows = line["config"].get("train_rows") if isinstance(line.get("config"), dict) else None
-  pairs = isinstance(rows, list) and rows and all(isinstance(r, list) and len(r) == 2 for r in rows)
-  return recall.runs.is_result(line) and bool(pairs) and has_numbers(line["config"], ["d_model"])
+  if not recall.runs.is_result(line) or not is_model(line["config"]):
+    return False
+  rows = line["config"].get("train_rows")
+  return (
+    isinstance(rows, list)
+    and bool(rows)
+    and all(isinstance(row, list) and len(row) == 2 for row in rows)
+    and all(has_numbers(dict(enumerate(row)), [0, 1]) for row in rows)
+  )
+
+
+def is_suite(line: dict) -> bool:
+  """Returns whether a line is that of a training run of the suite of tasks."""
+  curve, tests = line.get("curve"), line.get("accuracy_by_test")
+  numbers = "seed learning_rate accuracy all_correct steps parameters state_bytes"
+  return (
+    has("row task mixer", numbers)(line)
+    and is_model(line["config"])
+    and isinstance(tests, dict)
+    and has_numbers(tests, tests)
+    and isinstance(curve, list)
+    and bool(curve)
+    and all(isinstance(p, list) and has_numbers(dict(enumerate(p)), [0, 1]) for p in curve)
+  )
 
 
 def is_lm(line: dict) -> bool:
@@ -94,6 +121,14 @@ KINDS: dict[str, Kind] = {
     (),
     recalls.charts,
     recalls.tables,
+  ),
+  "recall": Kind(
+    "Recall and state tracking",
+    "python experiments/recall.py",
+    is_suite,
+    (),
+    suites.charts,
+    suites.tables,
   ),
   "lm": Kind(
     "Byte-level language models",
@@ -160,15 +195,20 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def name_of(line: dict) -> str:
+  """Returns the kind of a line, a name in KINDS if it is known."""
+  return "recall" if isinstance(line.get("row"), str) else str(line.get("task", ""))
+
+
 def problem_of(line: dict) -> str:
   """Returns why a line gives no figure, or "" if it does."""
   if isinstance(line.get("step"), int) and ("bits" in line or "held_out" in line):
     return "a log of lm.py; the line of its run has the curve"
-  task = line.get("task")
-  if not isinstance(task, str):
+  name = name_of(line)
+  if not name:
     return 'it has no "task"'
-  if task not in KINDS:
-    return f'unknown task "{task}"; known: {", ".join(KINDS)}'
-  if not KINDS[task].complete(line):
-    return f'a line of the task "{task}" that lacks some of its values'
+  if name not in KINDS:
+    return f'unknown task "{name}"; known: {", ".join(KINDS)}'
+  if not KINDS[name].complete(line):
+    return f'a line of the task "{name}" that lacks some of its values'
   return ""

@@ -159,8 +159,8 @@ def tables(lines: Sequence[Line]) -> list[Table]:
     "steps": spreads(of("steps"), ".0f"),
     "seeds": numbers(len(seeds) for seeds in cells),
     "learning rate": numbers(first("learning_rate"), ".3g"),
-    "parameters": numbers(first("parameters"), ",d"),
-    "state bytes": numbers(first("state_bytes"), ",d"),
+    "parameters": numbers(first("parameters"), ",.0f"),
+    "state bytes": numbers(first("state_bytes"), ",.0f"),
     "rows/s": numbers(map(statistics.fmean, of("rows_per_second")), ",.0f"),
     "rows/CPU-s": numbers(map(statistics.fmean, of("rows_per_cpu_second")), ",.0f"),
   }

@@ -55,7 +55,7 @@ def op_tables(lines: Sequence[Line]) -> list[Table]:
     columns = {
       "op": words(row["op"] for row in rows),
       "implementation or baseline": words(row["name"] for row in rows),
-      "tokens": of("length", ",d"),
+      "tokens": of("length", ",.0f"),
       "forward ms": of("forward_ms"),
       "forward+backward ms": of("both_ms"),
       "ratio": of("ratio"),
@@ -88,7 +88,7 @@ def decode_tables(lines: Sequence[Line]) -> list[Table]:
       titled("Decoding", setting),
       {
         "op": words(row["op"] for row in rows),
-        "position": numbers((row["position"] for row in rows), ",d"),
+        "position": numbers((row["position"] for row in rows), ",.0f"),
         "µs per token": numbers((row["step_us"] for row in rows), ",.1f"),
       },
     )
@@ -113,7 +113,7 @@ def scaling_tables(lines: Sequence[Line]) -> list[Table]:
       titled("Scaling of the chunked implementation", setting),
       {
         "op": words(row["op"] for row in rows),
-        "tokens": numbers((row["length"] for row in rows), ",d"),
+        "tokens": numbers((row["length"] for row in rows), ",.0f"),
         "forward+backward ms": numbers((row["both_ms"] for row in rows), ",.2f"),
         "µs per token": numbers((1e3 * row["both_ms"] / row["length"] for row in rows), ",.2f"),
         "slope": numbers((row["slope"] for row in rows), ".3f"),
@@ -143,8 +143,8 @@ def compile_tables(lines: Sequence[Line]) -> list[Table]:
   rows = [line.values for line in lines]
   columns = {
     "layers": words(row["name"] for row in rows),
-    "model width": numbers((row["d_model"] for row in rows), ",d"),
-    "tokens": numbers((row["length"] for row in rows), ",d"),
+    "model width": numbers((row["d_model"] for row in rows), ",.0f"),
+    "tokens": numbers((row["length"] for row in rows), ",.0f"),
   }
   columns |= {what: numbers((row[key] for row in rows), ".1f") for key, what in SECONDS}
   return [table("Compile times", columns)]

@@ -46,6 +46,9 @@ def spreads(samples: Iterable[Sequence[float]], form: str = ".3f") -> list[Cell]
   """Makes cells of mean ± standard deviation; one value alone has no deviation."""
   cells = []
   for values in samples:
+    if not values:
+      cells.append(MISSING)
+      continue
     mean = statistics.fmean(values)
     text = format(mean, form)
     if len(values) > 1:

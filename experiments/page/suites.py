@@ -1,0 +1,88 @@
+"""Figures and tables of the suite of recall and state-tracking tasks, `recall.py`."""
+
+import re
+from collections.abc import Sequence
+
+from page.chart import Axis, Chart, Series, points_of
+from page.lines import Line, by_setting, text_of
+from page.recalls import ACCURACY, against_rate, label, over_steps
+from page.table import Table, numbers, spreads, table, words
+from recall.report import best_rate, group
+
+# `block` and `together` say how runs share a program, which changes no result.
+FREE = ("mixer", "seed", "learning_rate", "block", "together")
+
+
+def settings(lines: Sequence[Line]) -> list[tuple[str, list[dict]]]:
+  """Returns (description, lines) for each row of the table, or task."""
+  found = []
+  for difference, rows in by_setting(lines, FREE):
+    first = rows[0]
+    name = (
+      first["task"] if first["row"] == first["task"] else f"row {first['row']}, {first['task']}"
+    )
+    train = first["config"].get("train")
+    text = f"{name}: {text_of(train).replace('_', ' ')}" if train else name
+    found.append((text, difference, rows))
+  texts = [text for text, _, _ in found]
+  return [
+    (f"{text}; {difference}" if texts.count(text) > 1 else text, rows)
+    for text, difference, rows in found
+  ]
+
+
+def charts(lines: Sequence[Line]) -> list[Chart]:
+  found = []
+  for n, (setting, rows) in enumerate(settings(lines)):
+    found.append(over_steps(f"steps-{n}", setting, rows))
+    found += over_lengths(f"lengths-{n}", setting, rows)
+    found += against_rate(f"rate-{n}", setting, rows)
+  return found
+
+
+def over_lengths(key: str, setting: str, lines: list[dict]) -> list[Chart]:
+  """Accuracy against the length of held-out rows, if there are several; at the best rate."""
+  series = []
+  for (mixer,), cell in group(lines, "mixer").items():
+    values = [
+      (int(length[1]), accuracy)
+      for line in best_rate(cell)
+      for name, accuracy in line["accuracy_by_test"].items()
+      if (length := re.fullmatch(r"length (\d+)", name))
+    ]
+    series.append(Series(label(mixer), points_of(values)))
+  if all(len(s.points) < 2 for s in series):
+    return []
+  x = Axis("tokens of a held-out row", log=True, own_ticks=True)
+  note = "Lines are means over the seeds, bands reach from the lowest to the highest seed."
+  title = "Accuracy against the length of the test"
+  return [Chart(key, title, setting, x, ACCURACY, tuple(series), note)]
+
+
+def tables(lines: Sequence[Line]) -> list[Table]:
+  """One table per row: mixers at the learning rate with the best mean accuracy."""
+  found = []
+  for setting, rows in settings(lines):
+    cells = [best_rate(cell) for cell in group(rows, "mixer").values()]
+    of = lambda name, cells=cells: [[line[name] for line in seeds] for seeds in cells]
+    first = lambda name, cells=cells: [seeds[0][name] for seeds in cells]
+    columns = {
+      "mixer": words(map(label, first("mixer"))),
+      "accuracy": spreads(of("accuracy")),
+      "all correct": spreads(of("all_correct")),
+    }
+    for name in dict.fromkeys(name for line in rows for name in line["accuracy_by_test"]):
+      columns[name] = spreads(
+        [s["accuracy_by_test"][name] for s in seeds if name in s["accuracy_by_test"]]
+        for seeds in cells
+      )
+    columns |= {
+      "steps": spreads(of("steps"), ".0f"),
+      "seeds": numbers(map(len, cells)),
+      "learning rate": numbers(first("learning_rate"), ".3g"),
+      "parameters": numbers(first("parameters"), ",.0f"),
+      "state bytes": numbers(first("state_bytes"), ",.0f"),
+    }
+    note = "Means ± standard deviations over seeds, at the mixer’s best learning rate."
+    found.append(table(setting, columns, note))
+  return found
