@@ -2,19 +2,19 @@
 
 import copy
 import html.parser
+import io
 import itertools
 import json
 import pathlib
 import random
 import re
-import shutil
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
 import matplotlib.image
 import numpy as np
 import pytest
+from browser import NAMES, PROGRAM, Browser
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -386,8 +386,8 @@ def test_damaged_lines_are_shown_or_named():
   """Any value of any line replaced by any other: a page comes out, and no line is lost."""
   rng = random.Random(0)
   lines = [line for found in files().values() for line in found]
-  junk = (None, True, -1, 0, 1e300, "x", "", [], [[]], {}, {"a": [1]})
-  for _ in range(150):
+  junk = (None, True, -1, 0, 1e30, -1e30, "x", "", [], [[]], {}, {"a": [1]})
+  for _ in range(1000):
     some = copy.deepcopy(rng.sample(lines, 6))
     damaged = rng.choice(some)
     *path, last = rng.choice(list(places_in(damaged)))
@@ -482,117 +482,110 @@ def test_colours_can_be_read_and_told_apart(dark):
 
 # --- a browser ---
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-
-CATCH = """<script>
-window.faults = [];
-addEventListener("error", (event) => faults.push(String(event.message)));
-for (const kind of ["error", "warn"]) console[kind] = (...said) => faults.push(said.join(" "));
-</script>"""
-
-PROBE = """<script>
-const box = (element) => { const r = element.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]; };
-const press = (element, key) =>
-  element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-for (const part of document.querySelectorAll("details")) part.open = true;
-const outside = [];
-for (const element of document.querySelectorAll("body *")) {
-  const r = element.getBoundingClientRect();
-  if (r.right > innerWidth + 0.5 && !element.closest(".scroll table, pre, script")) {
-    outside.push(`${element.tagName} ${element.className?.baseVal ?? element.className}`);
-  }
-}
-const cut = [], close = [];
-for (const svg of document.querySelectorAll("svg.figure")) {
-  const frame = svg.getBoundingClientRect();
-  const texts = [...svg.querySelectorAll("text")].map((text) => [text.textContent, text.getBoundingClientRect()]);
-  texts.forEach(([said, r], n) => {
-    if (r.left < frame.left - 1 || r.right > frame.right + 1) cut.push(said);
-    for (const [other, s] of texts.slice(n + 1)) {
-      const wide = Math.min(r.right, s.right) - Math.max(r.left, s.left);
-      const high = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
-      if (wide > 1 && high > 3) close.push(`${said} / ${other}`);
+MEASURE = """(() => {
+  for (const part of document.querySelectorAll("details")) part.open = true;
+  const outside = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const r = element.getBoundingClientRect();
+    if (r.right > innerWidth + 0.5 && !element.closest(".scroll table, pre")) {
+      outside.push(`${element.tagName} ${element.className?.baseVal ?? element.className}`);
     }
-  });
-}
-const sorted = [...document.querySelectorAll("table")].map((table) => {
-  const heads = [...table.tHead.rows[0].cells];
-  return heads.map((head, n) => {
-    const read = () => {
-      head.querySelector("button").click();
-      const cells = [...table.tBodies[0].rows].map((row) => row.cells[n]);
-      return [head.getAttribute("aria-sort"), cells.map((c) => c.dataset.value ?? c.textContent)];
+  }
+  const cut = [], close = [];
+  for (const svg of document.querySelectorAll("svg.figure")) {
+    const frame = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll("text")].map((text) => [text.textContent, text.getBoundingClientRect()]);
+    texts.forEach(([said, r], n) => {
+      if (r.left < frame.left - 1 || r.right > frame.right + 1) cut.push(said);
+      for (const [other, s] of texts.slice(n + 1)) {
+        const wide = Math.min(r.right, s.right) - Math.max(r.left, s.left);
+        const high = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
+        if (wide > 1 && high > 3) close.push(`${said} / ${other}`);
+      }
+    });
+  }
+  const figures = [...document.querySelectorAll("svg.figure")].map((svg) => {
+    const { x, y, width } = svg.getBoundingClientRect();
+    const marks = [...svg.querySelectorAll(".series .mark:not(.hidden)")];
+    const mark = marks[0].getBoundingClientRect();
+    return {
+      frame: [x, y, width, svg.querySelector(".axis").getBoundingClientRect().bottom - y],
+      colours: [...new Set(marks.map((mark) => getComputedStyle(mark).fill))],
+      mark: [mark.x + mark.width / 2, mark.y + mark.height / 2],
     };
-    return [read(), read()];
   });
-});
-const tips = [...document.querySelectorAll("svg.figure")].map((svg) => {
-  const tip = document.getElementById("tip");
+  const root = document.documentElement;
+  return { width: innerWidth, wide: root.scrollWidth, height: root.scrollHeight, outside, cut, close, figures };
+})()"""
+
+SORT = """[...document.querySelectorAll("table")].map((table) =>
+  [...table.tHead.rows[0].cells].map((head, n) => [0, 1].map(() => {
+    head.querySelector("button").click();
+    const cells = [...table.tBodies[0].rows].map((row) => row.cells[n]);
+    return [head.getAttribute("aria-sort"), cells.map((cell) => cell.dataset.value ?? cell.textContent)];
+  })))"""
+
+KEYS = """[...document.querySelectorAll("figure")].map((figure) => {
+  const press = (element, key) =>
+    element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+  const svg = figure.querySelector("svg"), tip = document.getElementById("tip");
+  const key = figure.querySelector(".key");
   press(svg, "ArrowRight");
-  const said = [tip.hidden, tip.textContent];
+  const shown = tip.hidden ? "" : tip.textContent;
   press(svg, "Escape");
-  return [...said, tip.hidden];
-});
-const dimmed = [...document.querySelectorAll("figure")].map((figure) => {
-  const keys = [...figure.querySelectorAll(".key")];
-  if (!keys.length) return null;
-  press(keys[0], "Enter");
-  const lit = [...figure.querySelectorAll(".series")].map((part) => Number(getComputedStyle(part).opacity));
-  press(keys[0], "Enter");
-  return lit;
-});
-const figures = [...document.querySelectorAll("svg.figure")].map((svg) => ({
-  frame: box(svg),
-  bottom: svg.querySelector(".axis").getBoundingClientRect().bottom,
-  colours: [...new Set([...svg.querySelectorAll(".series .mark:not(.hidden)")].map((m) => getComputedStyle(m).fill))],
-}));
-const found = {
-  width: innerWidth, height: document.documentElement.scrollHeight,
-  wide: document.documentElement.scrollWidth, dark: matchMedia("(prefers-color-scheme: dark)").matches,
-  outside, cut, close, sorted, tips, dimmed, figures, faults,
-};
-const report = document.createElement("script");
-report.type = "application/json";
-report.id = "found";
-report.textContent = JSON.stringify(found).replaceAll("<", "\\\\u003c");
-document.body.append(report);
-</script>"""
+  if (key) press(key, "Enter");
+  const opacity = [...figure.querySelectorAll(".series")].map((part) => Number(getComputedStyle(part).opacity));
+  if (key) press(key, "Enter");
+  return [shown, tip.hidden, key?.getAttribute("aria-pressed") ?? null, opacity];
+})"""
 
 
-def browse(page: pathlib.Path, width: int, height: int, *flags: str) -> str:
-  """Opens a page in a headless browser. Returns what the browser writes to stdout."""
-  command = [
-    BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
-    f"--user-data-dir={page.parent / 'profile'}", f"--window-size={width},{height}", *flags, page.as_uri(),
-  ]  # fmt: skip
-  done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-  assert "CONSOLE" not in done.stderr, done.stderr
-  return done.stdout
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+  if not PROGRAM:
+    pytest.skip(f"the page was not opened: none of {', '.join(NAMES)} is installed")
+  found = Browser(tmp_path_factory.mktemp("profile"))
+  yield found
+  found.close()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason=f"no browser: none of {', '.join(BROWSERS)} is installed")
 @pytest.mark.parametrize(("width", "dark"), [(400, True), (1400, False)], ids=["400", "1400"])
-def test_in_a_browser(width, dark, tmp_path, monkeypatch):
-  """No errors, nothing outside the window, ink of every series; sorting and keys work."""
+def test_in_a_browser(browser, width, dark, tmp_path, monkeypatch):
+  """No errors, nothing outside the window, ink of every series; hovering, keys and sorting work."""
   write(tmp_path / "results", files())
   (tmp_path / "results" / "broken.jsonl").write_text("{" + "x" * 3000)
-  text = report(tmp_path / "results", monkeypatch=monkeypatch).read_text()
-  watched = tmp_path / "watched.html"
-  watched.write_text(text.replace("<body>", f"<body>{CATCH}").replace("</body>", f"{PROBE}</body>"))
-  scheme = ["--blink-settings=preferredColorScheme=0"] * dark
-  dumped = browse(watched, width, 800, *scheme, "--dump-dom")
-  found = json.loads(
-    re.search(r'<script type="application/json" id="found">(.*?)</script>', dumped)[1]
-  )
-  assert found["faults"] == []
-  assert (found["width"], found["dark"]) == (width, dark)
+  page_file = report(tmp_path / "results", monkeypatch=monkeypatch)
+  browser.open(page_file, width, 900, dark=dark)
+  found = browser.evaluate(MEASURE)
+  assert found["width"] == width
   assert found["wide"] <= width
   assert (found["outside"], found["cut"], found["close"]) == ([], [], [])
 
-  assert len(found["sorted"]) > 10
-  for (up, ascending), (down, descending) in itertools.chain(*found["sorted"]):
+  browser.resize(width, found["height"])
+  pixels = matplotlib.image.imread(io.BytesIO(browser.screenshot()))[..., :3]
+  assert (pixels.mean() < 0.3) == dark
+  assert len(found["figures"]) == page_file.read_text().count("<svg")
+  for figure in found["figures"]:
+    x, y, wide, high = map(round, figure["frame"])
+    plot = pixels[y : y + high, x : x + wide]
+    assert plot.size
+    for colour in figure["colours"]:
+      rgb = np.array([int(part) for part in re.findall(r"\d+", colour)[:3]]) / 255
+      assert (abs(plot - rgb).max(axis=-1) < 0.04).sum() >= 6, (colour, figure)
+    browser.hover(*figure["mark"])
+    tip = browser.evaluate('document.querySelector("#tip:not([hidden])")?.textContent')
+    assert tip.count("\n") == 2
+
+  for shown, hidden, pressed, opacity in browser.evaluate(KEYS):
+    assert shown.count("\n") == 2
+    assert hidden
+    if pressed is not None:
+      assert pressed == "false"
+      assert max(opacity) == 1
+      assert min(opacity) < 0.5
+
+  for (up, ascending), (down, descending) in itertools.chain(*browser.evaluate(SORT)):
     assert (up, down) == ("ascending", "descending")
     values = [value for value in ascending if value != "–"]
     missing = ["–"] * (len(ascending) - len(values))
@@ -602,21 +595,16 @@ def test_in_a_browser(width, dark, tmp_path, monkeypatch):
     except ValueError:
       continue  # words, in the browser's order
     assert numbers == [sorted(numbers[0]), sorted(numbers[0], reverse=True)]
-  assert len(found["tips"]) == len(found["figures"]) == text.count("<svg")
-  assert all(
-    not hidden and said.count("\n") == 2 and after for hidden, said, after in found["tips"]
-  )
-  for lit in filter(None, found["dimmed"]):
-    assert max(lit) == 1
-    assert sorted(lit)[0] < 0.5
+  assert browser.faults() == []
 
-  image = tmp_path / "page.png"
-  browse(watched, width, found["height"], *scheme, f"--screenshot={image}")
-  pixels = matplotlib.image.imread(image)[..., :3]
-  for figure in found["figures"]:
-    x, y, wide, _ = map(round, figure["frame"])
-    plot = pixels[y : round(figure["bottom"]), x : x + wide]
-    assert plot.size
-    for colour in figure["colours"]:
-      rgb = np.array([int(part) for part in re.findall(r"\d+", colour)[:3]]) / 255
-      assert (abs(plot - rgb).max(axis=-1) < 0.04).sum() >= 6, (colour, figure)
+
+@pytest.mark.slow
+def test_the_browser_reports_faults(browser, tmp_path):
+  """Else a page with errors would pass."""
+  path = tmp_path / "page.html"
+  path.write_text(
+    '<script src="other.js"></script><script>console.error("no"); throw Error("x")</script>'
+  )
+  browser.open(path, 400, 400, dark=False)
+  faults = " ".join(browser.faults())
+  assert all(text in faults for text in ("other.js", "Error: x", '"no"'))

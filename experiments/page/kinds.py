@@ -108,6 +108,12 @@ def is_timed_op(line: dict) -> bool:
   )
 
 
+def is_served(line: dict) -> bool:
+  """Returns whether a line has the speed of a way to serve, and all of its latencies or none."""
+  latencies = any(name in line for name in served.TIMES)
+  return has("way", f"slots tokens_per_second {' '.join(served.TIMES) if latencies else ''}")(line)
+
+
 SIZES = "state_bytes conv_bytes cache_bytes carried_bytes decode_operations prefill_operations"
 SPEED = ("Speed of ops", "python experiments/speed.py")
 COST = ("Cost of the context", "python experiments/cost.py")
@@ -175,13 +181,7 @@ KINDS: dict[str, Kind] = {
     costs.measured_charts,
     costs.measured_tables,
   ),
-  "slots": Kind(
-    *SERVE,
-    has("way", "slots tokens_per_second", " ".join(served.TIMES)),
-    ("way", "slots"),
-    served.charts,
-    served.tables,
-  ),
+  "slots": Kind(*SERVE, is_served, ("way", "slots"), served.charts, served.tables),
   "prefix": Kind(
     *SERVE,
     has("way", "first_median", "tokens_per_second hit_rate cache_bytes"),
