@@ -383,18 +383,21 @@ def places_in(value, place=()):
 
 
 def test_damaged_lines_are_shown_or_named():
-  """Any value of any line replaced by any other: a page comes out, and no line is lost."""
+  """Any value of any line replaced or left out: a page comes out, and no line is lost."""
   rng = random.Random(0)
   lines = [line for found in files().values() for line in found]
   junk = (None, True, -1, 0, 1e30, -1e30, "x", "", [], [[]], {}, {"a": [1]})
-  for _ in range(1000):
-    some = copy.deepcopy(rng.sample(lines, 6))
+  for _ in range(60):
+    some = copy.deepcopy(rng.sample(lines, 3))
     damaged = rng.choice(some)
     *path, last = rng.choice(list(places_in(damaged)))
     target = damaged
     for key in path:
       target = target[key]
-    target[last] = rng.choice(junk)
+    if isinstance(last, str) and rng.random() < 0.3:
+      del target[last]
+    else:
+      target[last] = rng.choice(junk)
     known = [line for line in numbered(some) if not problem_of(line.values)]
     text = page(sections_of(known), [], ["x/results.jsonl"])
     Document(text)

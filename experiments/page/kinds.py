@@ -89,6 +89,7 @@ def is_lm(line: dict) -> bool:
   mixers, training = line.get("mixers"), line.get("training_curve", [])
   return (
     lm.run.is_result(line)
+    and has("name", optional="held_out_bytes ngram_parameters")(line)
     and isinstance(mixers, list)
     and isinstance(training, list)
     and all(isinstance(p, list) and has_numbers(dict(enumerate(p)), range(3)) for p in training)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from page.chart import Axis, Chart, Series, curves, points_of
-from page.lines import Line, by_setting
+from page.lines import Line, by_setting, text_of
 from page.speeds import dots, titled
 from page.table import Table, numbers, table, words
 from serving.report import WAYS
@@ -120,7 +120,7 @@ def draft_charts(lines: Sequence[Line]) -> list[Chart]:
 
 def draft_tables(lines: Sequence[Line]) -> list[Table]:
   rows = [line.values for line in lines]
-  columns = {"drafted tokens": numbers(row["config"].get("draft_tokens") for row in rows)}
+  columns = {"drafted tokens": words(text_of(row["config"].get("draft_tokens")) for row in rows)}
   columns |= {
     f"{text}, ms": numbers((row[name] for row in rows), ",.2f", 1e3)
     for name, text in DRAFTS.items()

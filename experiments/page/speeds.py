@@ -33,7 +33,9 @@ def op_charts(lines: Sequence[Line]) -> list[Chart]:
   for n, (setting, rows) in enumerate(by_setting(lines, FREE)):
     for length in sorted({row["length"] for row in rows}, reverse=True):
       for key, title in (("both", "Forward and backward pass"), ("forward", "Forward pass")):
-        timed = [row for row in rows if row["length"] == length and row[f"{key}_ms"] is not None]
+        timed = [
+          row for row in rows if row["length"] == length and row.get(f"{key}_ms") is not None
+        ]
         if not timed:
           continue
         spread = lambda row, key=key: (
@@ -51,7 +53,7 @@ def op_charts(lines: Sequence[Line]) -> list[Chart]:
 def op_tables(lines: Sequence[Line]) -> list[Table]:
   found = []
   for setting, rows in by_setting(lines, FREE):
-    of = lambda name, form=",.2f", rows=rows: numbers((row[name] for row in rows), form)
+    of = lambda name, form=",.2f", rows=rows: numbers((row.get(name) for row in rows), form)
     columns = {
       "op": words(row["op"] for row in rows),
       "implementation or baseline": words(row["name"] for row in rows),
@@ -116,7 +118,7 @@ def scaling_tables(lines: Sequence[Line]) -> list[Table]:
         "tokens": numbers((row["length"] for row in rows), ",.0f"),
         "forward+backward ms": numbers((row["both_ms"] for row in rows), ",.2f"),
         "µs per token": numbers((1e3 * row["both_ms"] / row["length"] for row in rows), ",.2f"),
-        "slope": numbers((row["slope"] for row in rows), ".3f"),
+        "slope": numbers((row.get("slope") for row in rows), ".3f"),
       },
       "Slope of log time over log tokens: 1 is linear.",
     )
