@@ -140,4 +140,4 @@ def ticks(low: float, high: float, *, log: bool, most: int) -> list[float]:
   step = 10.0 ** math.floor(math.log10((high - low) / most))
   step *= next((m for m in (1, 2, 5) if (high - low) / (m * step) <= most), 10)
   first = math.ceil(low / step - 1e-9)
-  return [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+  return [float(f"{n * step:.12g}") for n in range(first, math.floor(high / step + 1e-9) + 1)]
