@@ -74,6 +74,11 @@ def schedule(steps: int) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(0.04, 1.0, warmup, max(steps, warmup + 1), 1e-4)
 
 
+def unoptimized() -> dict | None:
+  """Returns the compiler options for a program that runs once on a CPU."""
+  return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+
 class Stack:
   """Compiled steps and scores of S models; `train` runs them."""
 
@@ -91,7 +96,8 @@ class Stack:
     self.keys = jax.vmap(jax.random.key)(np.array([trial.seed for trial in trials]))
     self.rates = jnp.array([trial.learning_rate for trial in trials], jnp.float32)
     everyone = np.ones(len(trials), bool)
-    self._init = jax.jit(jax.vmap(self._initial))
+    # Draws the parameters once, so that compiling is all that costs: without LLVM's optimisation.
+    self._init = jax.jit(jax.vmap(self._initial), compiler_options=unoptimized())
     carry, key = jax.eval_shape(self._init, self.keys), jax.random.key(0)
     first = np.int32(0)
     self._advance = (
@@ -123,7 +129,7 @@ class Stack:
     """Returns the share of a block of rows in the mean over all `total` masked positions."""
     model = nnx.merge(self.graph, parameters, rest)
     mean, right = recall_loss(model, *rows, count=answers_per_row(self.run.task, self.run.train))
-    return mean * (right >= 0).sum() / total
+    return mean * (right >= 0).sum().astype(jnp.float32) / total
 
   def _gradient(self, parameters, rest, key):
     """Returns the mean loss of a batch and its gradient, computed block by block."""

@@ -9,7 +9,7 @@ from typing import Literal
 import cli
 import jax
 from recall.ordering import QUICK, ROWS, TRACKING, Row, tracking_row
-from recall.stacked import measure, rows_at_once
+from recall.stacked import rows_at_once
 from recall.trials import Trial
 from recall.variants import VARIANTS
 
@@ -128,9 +128,8 @@ def plan(config: Config) -> list[Trial]:
         for rate in config.learning_rates or ()
         for seed in range(config.seeds or 1)
       ]
-      measure(of_mixer[0])  # traces the model, so that the layers check their arguments now
-      check_rows(of_mixer[0])
       trials += of_mixer
+    check_rows(trials[-1])
   return trials
 
 
