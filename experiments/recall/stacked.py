@@ -159,7 +159,7 @@ class Stack:
         return ((parameters, rest), moments), total + loss
 
       carry, total = jax.lax.fori_loop(0, count, step, (carry, jnp.zeros(())))
-      return carry, total / jnp.maximum(count, 1)
+      return carry, total / jnp.maximum(count, 1).astype(jnp.float32)
 
     frozen = lambda carry, *_: (carry, jnp.zeros(()))
     return self._over_models(one, active, frozen, carry, keys, rates)
