@@ -56,12 +56,12 @@ def token_shift(layer: Callable) -> Make:
   return make
 
 
-def attention(layer: Callable) -> Make:
+def attention(layer: Callable, **options) -> Make:
   """Serves a layer that keeps all tokens. Its values are as wide as its keys."""
 
   def make(s: Sizes) -> Callable:
     widths = dict(num_heads=s.num_heads, head_dim=s.key_width)
-    return functools.partial(layer, s.d_model, **widths, max_length=s.length)
+    return functools.partial(layer, s.d_model, **widths, max_length=s.length, **options)
 
   return make
 

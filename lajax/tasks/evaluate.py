@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from lajax._shapes import check, check_given, check_key, check_whole
+from lajax._shapes import check, check_given, check_key, check_number, check_whole
 
 
 class Task(Protocol):
@@ -32,6 +32,21 @@ class Score:
   accuracy: float
   all_correct: float
   rows: int
+
+  def scaled(self, chance: float) -> float:
+    """Returns the accuracy on a scale from 0, chance, to 1: (accuracy - chance) / (1 - chance).
+
+    The scale of table 5b of Mamba-3, arXiv:2603.15569. A score below chance is negative.
+
+    Args:
+      chance: accuracy of a guess, at least 0 and below 1.
+
+    Raises:
+      ValueError: `chance` is no such number.
+    """
+    if not 0 <= check_number("chance", chance) < 1:
+      raise ValueError(f"`chance` must be at least 0 and below 1; got {chance}.")
+    return (self.accuracy - chance) / (1 - chance)
 
 
 def evaluate(
@@ -61,6 +76,67 @@ def evaluate(
     ValueError: `rows` is not a positive multiple of `batch`, `task` does not return B rows of
       inputs, targets and mask or masks no position, or the logits are not [B L V].
   """
+  hits = asked = whole = 0
+  for _, answers, targets, mask in _answered(model_fn, task, key, rows, batch):
+    counts = count_hits(answers, targets, mask)
+    hits, asked, whole = hits + int(counts[0]), asked + int(counts[1]), whole + int(counts[2])
+  if not asked:
+    raise ValueError(_nothing_asked(rows))
+  return Score(accuracy=hits / asked, all_correct=whole / rows, rows=rows)
+
+
+def stale_rate(
+  model_fn: Callable[[Int[Array, "B L"]], Float[Array, "B L V"]],
+  task: Task,
+  *,
+  key: PRNGKeyArray | None = None,
+  rows: int = 1024,
+  batch: int = 128,
+) -> float:
+  """Returns how often a model answers with an older value of the key that is asked for.
+
+      rate = (masked positions with a stale answer) / (masked positions)
+
+  A stale answer is a wrong one that stands directly behind an earlier occurrence of the key in the
+  row. In `overwrite` these are the values that were written over.
+
+  Args:
+    model_fn, task, key, rows, batch: as in `evaluate`; equal keys give the rows of `evaluate`.
+
+  Raises:
+    ValueError: as in `evaluate`.
+  """
+  stale = asked = 0
+  for inputs, answers, targets, mask in _answered(model_fn, task, key, rows, batch):
+    stale += int(_count_stale(inputs, answers, targets, mask))
+    asked += int(mask.sum())
+  if not asked:
+    raise ValueError(_nothing_asked(rows))
+  return stale / asked
+
+
+@jax.jit
+def _count_stale(inputs, answers, targets, mask):
+  """Counts over a scan of the positions j of keys: no array [B L L]."""
+  position = jnp.arange(inputs.shape[1])[None]
+
+  def seen_at(seen, j):
+    key, value = inputs[:, j, None], inputs[:, j + 1, None]
+    return seen | ((inputs == key) & (answers == value) & (position > j + 1)), None
+
+  seen = jax.lax.scan(seen_at, mask & False, position[0, :-1])[0]
+  return (seen & mask & (answers != targets)).sum(dtype=jnp.int32)
+
+
+def _nothing_asked(rows: int) -> str:
+  return (
+    f"`task` must mask at least one position as True; got none in {rows} rows. "
+    "`mask` is True at the positions that are scored."
+  )
+
+
+def _answered(model_fn, task: Task, key, rows: int, batch: int):
+  """Checks the arguments of `evaluate` and yields inputs, answers, targets, mask per batch."""
   for name, f in (("model_fn", model_fn), ("task", task)):
     if not callable(f):
       raise ValueError(f"`{name}` must be a callable; got {type(f).__name__}.")
@@ -72,7 +148,6 @@ def evaluate(
   if key is not None:
     check_key("key", key)
   keys = jax.random.split(jax.random.key(0) if key is None else key, rows // batch)
-  hits = asked = whole = 0
   for one in keys:
     inputs, targets, mask = _rows_of(task, one, batch)
     logits = model_fn(inputs)
@@ -86,14 +161,7 @@ def evaluate(
         f"`model_fn` must return logits [B L V] with [B L] = {tuple(inputs.shape)}; "
         f"got {tuple(logits.shape)}."
       )
-    counts = count_hits(jnp.asarray(logits).argmax(-1), targets, mask)
-    hits, asked, whole = hits + int(counts[0]), asked + int(counts[1]), whole + int(counts[2])
-  if not asked:
-    raise ValueError(
-      f"`task` must mask at least one position as True; got none in {rows} rows. "
-      "`mask` is True at the positions that are scored."
-    )
-  return Score(accuracy=hits / asked, all_correct=whole / rows, rows=rows)
+    yield inputs, jnp.asarray(logits).argmax(-1).astype(jnp.int32), targets, mask
 
 
 def _rows_of(task: Task, key, batch: int):

@@ -23,6 +23,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from lajax._shapes import check_key, check_number, check_whole
+from lajax.tasks.draws import below, distinct, draw_bits, indices, interleave, power_law
 
 FILLERS = ("zeros", "noise")
 
@@ -61,6 +62,13 @@ def mqar(
   Raises:
     ValueError: a size is not a whole number of at least 1, the row cannot be laid out (L is odd or
       less than 4K), the vocabulary has too few keys, or `filler`, `power` or `key` is wrong.
+
+  Example:
+    Key 1 has the value 4, and 2 the value 7; both are asked for, and the rest is blank.
+
+    >>> inputs, targets, mask = mqar(jax.random.key(0), 1, vocab_size=8, length=10, pairs=2)
+    >>> print(inputs, targets[mask])
+    [[1 4 2 7 1 0 0 0 2 0]] [4 7]
   """
   check_key("key", key)
   batch = check_whole("batch", batch)
@@ -117,63 +125,18 @@ def check_mqar(
 def _rows(key, batch, length, pairs, filler, vocab_size, power):
   half, slots = vocab_size // 2, (length - 2 * pairs) // 2
   noise = length if filler == "noise" else 0
-  # One call makes all random bits: a threefry call costs more to compile than all of the rest.
-  bits = jax.random.bits(key, (batch, 2 * pairs + slots + noise), jnp.uint32)
-  ends = (pairs, 2 * pairs, 2 * pairs + slots)
-  of_keys, of_values, of_slots, of_filler = jnp.split(bits, ends, axis=1)
-  keys = 1 + _distinct(of_keys, half - 1)
-  values = half + _distinct(of_values, vocab_size - half)
-  drawn = (
-    _power_law(of_slots, pairs, power)[:, :, None] == jnp.arange(slots)[None, None]
-  )  # [B K slots]
+  of_keys, of_values, of_slots, of_filler = draw_bits(key, batch, pairs, pairs, slots, noise)
+  keys = 1 + distinct(of_keys, half - 1)
+  values = half + distinct(of_values, vocab_size - half)
+  drawn = power_law(of_slots, pairs, power)[:, :, None] == indices(slots)[None, None]  # [B K slots]
 
   # A slot's second token is never a query. These sums compile faster than a scatter of queries.
   def in_slots(x):
     first = jnp.where(drawn, x[:, :, None], 0).sum(1, dtype=jnp.int32)
-    return jnp.pad(_interleave(first), ((0, 0), (2 * pairs, 0)))
+    return jnp.pad(interleave(first), ((0, 0), (2 * pairs, 0)))
 
-  written = jnp.pad(_interleave(keys, values), ((0, 0), (0, length - 2 * pairs)))
+  written = jnp.pad(interleave(keys, values), ((0, 0), (0, length - 2 * pairs)))
   inputs, targets = written + in_slots(keys), in_slots(values)
   if noise:
-    inputs = jnp.where(inputs == 0, _below(of_filler, vocab_size), inputs)
+    inputs = jnp.where(inputs == 0, below(of_filler, vocab_size), inputs)
   return inputs, targets, targets > 0
-
-
-def _interleave(first, second=0):
-  """Joins [B N] and [B N] to [B 2N], alternately."""
-  return jnp.stack([first, jnp.broadcast_to(second, first.shape)], -1).reshape(len(first), -1)
-
-
-def _below(bits, bound):
-  """Makes uniform numbers of 0 … bound-1. The bias of the remainder is below bound / 2^32."""
-  return (bits % jnp.asarray(bound, jnp.uint32)).astype(jnp.int32)
-
-
-def _distinct(bits, size):
-  """Draws [B K] different numbers of 0 … size-1, every ordered choice equally likely.
-
-  Draw i names one of the size - i numbers that are left, by its rank among them (a Lehmer code).
-  The earlier draws are then put back, the latest first. This turns ranks into numbers: a number at
-  or above the one put back moves up by one.
-  """
-  count = bits.shape[1]
-  order = jnp.arange(count)[None]
-  rank = _below(bits, size - order)
-
-  def put_back(i, number):
-    j = count - 1 - i
-    return jnp.where((order > j) & (number >= rank[:, j, None]), number + 1, number)
-
-  return jax.lax.fori_loop(0, count, put_back, rank)
-
-
-def _power_law(bits, count: int, power):
-  """Draws [B count] different slots, one after the other among those left.
-
-  The probability of a slot is proportional to (slot + 1)^(power - 1). The largest values of log p +
-  Gumbel noise, from the largest down, are exactly such draws in their order.
-  """
-  uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # never 0 or 1
-  slots = jnp.arange(1, bits.shape[1] + 1, dtype=jnp.float32)
-  log_p = (jnp.asarray(power, jnp.float32) - 1) * jnp.log(slots)
-  return jax.lax.top_k(log_p[None] - jnp.log(-jnp.log(uniform)), count)[1]
