@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import lm.run
 import recall.runs
+import recall.trials
 from page import costs, language, recalls, served, speeds, suites
 from page.chart import Chart
 from page.lines import Line
@@ -71,17 +72,7 @@ def is_recall(line: dict) -> bool:
 
 def is_suite(line: dict) -> bool:
   """Returns whether a line is that of a training run of the suite of tasks."""
-  curve, tests = line.get("curve"), line.get("accuracy_by_test")
-  numbers = "seed learning_rate accuracy all_correct steps parameters state_bytes"
-  return (
-    has("row task mixer", numbers)(line)
-    and is_model(line["config"])
-    and isinstance(tests, dict)
-    and has_numbers(tests, tests)
-    and isinstance(curve, list)
-    and bool(curve)
-    and all(isinstance(p, list) and has_numbers(dict(enumerate(p)), [0, 1]) for p in curve)
-  )
+  return recall.trials.is_result(line) and has("task")(line) and is_model(line["config"])
 
 
 def is_lm(line: dict) -> bool:

@@ -9,14 +9,17 @@ from page.lines import Line, by_setting, command_of, differences
 from page.table import MISSING, Cell, Table, numbers, spreads, table, words
 from recall.mixers import MIXERS
 from recall.presets import PRESETS, Preset
-from recall.report import best_rate, group, published_texts, rows_label
+from recall.report import best_rate, curve_at, group, published_texts, rows_label
+from recall.variants import VARIANTS
 
 FREE = ("mixer", "seed", "learning_rate", "d_model", "key_width", "value_width")
 ACCURACY = Axis("accuracy on held-out rows", low=0.0, high=1.0)
 
 
 def label(mixer: str) -> str:
-  return MIXERS[mixer].label if mixer in MIXERS else mixer
+  """Returns the name of a mixer in figures; the name in its flag, if it is not known here."""
+  known = VARIANTS.get(mixer) or MIXERS.get(mixer)
+  return known.label if known else mixer
 
 
 def preset_of(lines: Sequence[Line]) -> Preset | None:
@@ -59,18 +62,12 @@ def over_steps(key: str, setting: str, lines: list[dict]) -> Chart:
   for (mixer,), cell in group(lines, "mixer").items():
     runs = [line["curve"] for line in best_rate(cell)]
     steps = sorted({point[0] for curve in runs for point in curve})
-    points = points_of((step, at(curve, step)) for step in steps for curve in runs)
+    points = points_of((step, curve_at(curve, step)) for step in steps for curve in runs)
     series.append(Series(label(mixer), points))
   note = "Lines are means over the seeds, bands reach from the lowest to the highest seed. A run "
   note += "that stopped early keeps its last accuracy."
   x = Axis("training steps", low=0.0)
   return Chart(key, "Accuracy over training steps", setting, x, ACCURACY, tuple(series), note)
-
-
-def at(curve: list, step: int) -> float:
-  """Returns the accuracy at a step; a run that stopped early keeps its last accuracy."""
-  before = [point[1] for point in curve if point[0] <= step]
-  return before[-1] if before else curve[0][1]
 
 
 def against_state(key: str, setting: str, lines: list[dict], preset: Preset | None) -> Chart:

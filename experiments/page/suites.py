@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from page.chart import Axis, Chart, Series, points_of
 from page.lines import Line, by_setting, text_of
 from page.recalls import ACCURACY, against_rate, label, over_steps
-from page.table import Table, numbers, spreads, table, words
+from page.table import MISSING, Table, numbers, spreads, table, words
+from recall.ordering import ROWS
 from recall.report import best_rate, group
+from recall.suite_report import expected, verdict
 
 # `block` and `together` say how runs share a program, which changes no result.
 FREE = ("mixer", "seed", "learning_rate", "block", "together")
+
+
+OUTCOMES = {True: "pass", False: "FAIL", None: "incomplete"}
 
 
 def settings(lines: Sequence[Line]) -> list[tuple[str, list[dict]]]:
@@ -59,15 +64,34 @@ def over_lengths(key: str, setting: str, lines: list[dict]) -> list[Chart]:
   return [Chart(key, title, setting, x, ACCURACY, tuple(series), note)]
 
 
+def verdicts(lines: Sequence[Line]) -> Table:
+  """Makes the table of rows that have a claim: whether it came out, with margin and spread."""
+  shown = [(s, rows[0]["row"], rows) for s, rows in settings(lines) if rows[0]["row"] in ROWS]
+  found = [verdict(ROWS[name], rows) for _, name, rows in shown]
+  columns = {
+    "row": words(setting for setting, _, _ in shown),
+    "outcome": words(OUTCOMES[v.held] for v in found),
+    "margin": numbers((v.margin for v in found), ".3f"),
+    "spread": numbers((v.spread for v in found), ".3f"),
+    "reasons": words("; ".join(v.reasons) for v in found),
+  }
+  note = "Margin: the accuracy between the worst mixer that must answer and the best one that must "
+  note += "not, or between neighbours of an order. Spread: the largest deviation over the seeds."
+  return table("Did the known order come out?", columns, note)
+
+
 def tables(lines: Sequence[Line]) -> list[Table]:
-  """One table per row: mixers at the learning rate with the best mean accuracy."""
-  found = []
+  """The verdicts, then one table per row: mixers at the rate with the best mean accuracy."""
+  found = [verdicts(lines)] if any(line.values["row"] in ROWS for line in lines) else []
   for setting, rows in settings(lines):
     cells = [best_rate(cell) for cell in group(rows, "mixer").values()]
     of = lambda name, cells=cells: [[line[name] for line in seeds] for seeds in cells]
     first = lambda name, cells=cells: [seeds[0][name] for seeds in cells]
     columns = {
       "mixer": words(map(label, first("mixer"))),
+      "must be": words(expected(ROWS[rows[0]["row"]], m) for m in first("mixer"))
+      if rows[0]["row"] in ROWS
+      else [MISSING] * len(cells),
       "accuracy": spreads(of("accuracy")),
       "all correct": spreads(of("all_correct")),
     }
