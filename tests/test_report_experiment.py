@@ -20,6 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import report as experiment  # noqa: E402
+import results  # noqa: E402
 from page import chart as charts  # noqa: E402
 from page.document import page, sections_of  # noqa: E402
 from page.drawing import COLOURS, STYLE, WIDTH, draw, width_of  # noqa: E402
@@ -259,6 +260,17 @@ def test_curves_are_means_with_the_range_of_the_seeds():
   assert found.rows[0][accuracy].text == "0.875 ± 0.035"
 
 
+def test_rows_of_the_suite_have_verdicts():
+  """Row G demands mixers of which the lines have none; a row that is not known has no verdict."""
+  (section,) = sections_of(numbered(recall_lines("G") + recall_lines("parity")))
+  verdicts, *tables = section.parts[0].kind.tables(section.parts[0].used)
+  assert [row[1].text for row in verdicts.rows] == ["incomplete"]
+  assert "not trained: deltanet_negative" in verdicts.rows[0][-1].text
+  titles = ["G: parity, trained on 32 bits, tested on 96", "parity: length 32"]
+  assert [table.title for table in tables] == titles
+  assert "length 96" in tables[0].columns
+
+
 def test_a_repeated_run_counts_once_and_stays_on_the_page():
   lines = recall_lines()[:2]
   lines.append(copy.deepcopy(lines[0]) | {"accuracy": 0.123456})
@@ -405,6 +417,24 @@ def test_damaged_lines_are_shown_or_named():
     for section in sections_of(known):
       for chart in section.charts():
         ET.fromstring(draw(chart))
+
+
+@pytest.mark.parametrize(
+  ("arguments", "want"),
+  [
+    (["experiments/mqar.py", "--steps", "5"], "python experiments/mqar.py --steps 5"),
+    (
+      [str(ROOT / "experiments" / "lm.py"), "--prompt", "a b"],
+      "python experiments/lm.py --prompt 'a b'",
+    ),
+    (["-m", "experiments.speed"], "python -m experiments.speed"),
+    (["/elsewhere/x.py"], "python x.py"),
+  ],
+)
+def test_lines_name_the_command(arguments, want, monkeypatch):
+  """And no path of a machine."""
+  monkeypatch.setattr(sys, "orig_argv", ["/opt/bin/python3.11", *arguments])
+  assert results.versions()["command"] == want
 
 
 def test_interrupted_line(tmp_path):

@@ -100,6 +100,11 @@ def is_timed_op(line: dict) -> bool:
   )
 
 
+def is_scaling(line: dict) -> bool:
+  """Returns whether a line has the time of a sequence, which is not empty."""
+  return has("op", "length both_ms", "slope")(line) and line["length"] > 0
+
+
 def is_served(line: dict) -> bool:
   """Returns whether a line has the speed of a way to serve, and all of its latencies or none."""
   latencies = any(name in line for name in served.TIMES)
@@ -145,11 +150,7 @@ KINDS: dict[str, Kind] = {
     speeds.decode_tables,
   ),
   "speed_scaling": Kind(
-    *SPEED,
-    has("op", "length both_ms", "slope"),
-    ("op", "length"),
-    speeds.scaling_charts,
-    speeds.scaling_tables,
+    *SPEED, is_scaling, ("op", "length"), speeds.scaling_charts, speeds.scaling_tables
   ),
   "speed_compile": Kind(
     *SPEED,

@@ -13,8 +13,6 @@ from recall.suite_report import expected, verdict
 
 # `block` and `together` say how runs share a program, which changes no result.
 FREE = ("mixer", "seed", "learning_rate", "block", "together")
-
-
 OUTCOMES = {True: "pass", False: "FAIL", None: "incomplete"}
 
 
@@ -22,12 +20,9 @@ def settings(lines: Sequence[Line]) -> list[tuple[str, list[dict]]]:
   """Returns (description, lines) for each row of the table, or task."""
   found = []
   for difference, rows in by_setting(lines, FREE):
-    first = rows[0]
-    name = (
-      first["task"] if first["row"] == first["task"] else f"row {first['row']}, {first['task']}"
-    )
-    train = first["config"].get("train")
-    text = f"{name}: {text_of(train).replace('_', ' ')}" if train else name
+    name, task = rows[0]["row"], rows[0]["task"]
+    train = text_of(rows[0]["config"].get("train")).replace("_", " ")
+    text = f"{name}: {ROWS[name].title}" if name in ROWS else f"{task}: {train}"
     found.append((text, difference, rows))
   texts = [text for text, _, _ in found]
   return [
