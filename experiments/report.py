@@ -71,7 +71,7 @@ def run(config: Config, files: Sequence[tuple[str, pathlib.Path]]) -> str:
         lines.append(line)
   sections = sections_of(lines)
   write(config.out, page(sections, problems, [name for name, _ in files]))
-  said = [f"{len(lines):,} lines of {len(files):,} files"]
+  said = [f"{len(lines):,} lines of {len(files):,} {'file' if len(files) == 1 else 'files'}"]
   said += [f"not shown in figures: {p.file}:{p.number}: {p.reason}" for p in problems]
   if config.figures is not None:
     said += figures(sections, config.figures)

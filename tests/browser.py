@@ -1,6 +1,7 @@
 """A headless browser that tests drive by the Chrome DevTools Protocol, over a pipe."""
 
 import base64
+import fcntl
 import itertools
 import json
 import os
@@ -19,11 +20,12 @@ class Browser:
   """A running browser with one page. `events` are those that the browser has reported so far."""
 
   def __init__(self, profile: pathlib.Path):
-    their_in, self.write_end = os.pipe()
-    self.read_end, their_out = os.pipe()
+    reads, self.write_end = os.pipe()
+    self.read_end, writes = os.pipe()
+    # Copies above 9: the browser reads descriptor 3 and writes descriptor 4.
+    their_in, their_out = (fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (reads, writes))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     flags += ["--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
-    # The browser reads descriptor 3 and writes descriptor 4.
     shell = f'exec "$@" 3<&{their_in} 4>&{their_out} {their_in}<&- {their_out}>&-'
     self.process = subprocess.Popen(
       ["bash", "-c", shell, "browser", str(PROGRAM), *flags],
@@ -31,8 +33,8 @@ class Browser:
       stdout=subprocess.DEVNULL,
       stderr=subprocess.DEVNULL,
     )
-    os.close(their_in)
-    os.close(their_out)
+    for fd in (reads, writes, their_in, their_out):
+      os.close(fd)
     self.ids, self.buffer, self.events = itertools.count(1), b"", []
     self.session: dict[str, str] = {}
     target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -67,7 +69,7 @@ class Browser:
     while b"\0" not in self.buffer:
       ready, _, _ = select.select([self.read_end], [], [], max(0.0, deadline - time.monotonic()))
       data = os.read(self.read_end, 1 << 20) if ready else b""
-      assert data, f"the browser did not answer within {PATIENCE:.0f} seconds"
+      assert data, f"the browser has ended, or gives no answer within {PATIENCE:.0f} seconds"
       self.buffer += data
     text, self.buffer = self.buffer.split(b"\0", 1)
     return json.loads(text)
