@@ -74,6 +74,8 @@ def check(config: Config) -> None:
   cli.check_known(config, "mixers", list(VARIANTS))
   if config.task is not None and config.task not in TRACKING:
     raise ValueError(f"--task: unknown {config.task}; known: {', '.join(TRACKING)}")
+  if config.d_model % 4:
+    raise ValueError(f"--d-model must be a multiple of 4, the heads of a row; got {config.d_model}")
   cli.check_at_least_one(config, "seeds", "steps", "batch", "d_model", "eval_rows", "workers")
   if config.test_lengths:
     cli.check_at_least_one(config, "test_lengths")
@@ -109,9 +111,10 @@ def plan(config: Config) -> list[Trial]:
       tests=row.tests,
       conv_first=row.conv_first,
       d_model=config.d_model,
-      num_heads=1,
+      conv_size=row.conv_size,
+      num_heads=row.num_heads,
       key_width=row.key_width,
-      value_width=config.d_model,
+      value_width=config.d_model // row.num_heads,
       batch=batch,
       steps=steps,
       clip=1.0,
