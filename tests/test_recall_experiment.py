@@ -56,6 +56,7 @@ def fake_line(trial: Trial, accuracy: float = 0.5) -> dict:
     ("--rows", "--rows needs at least one value"),
     ("--task chess", "--task: unknown chess; known: parity, modular, s3,"),
     ("--task parity --mixers tofu", "--mixers: unknown tofu; known: softmax, softmax_conv"),
+    ("--rows C --mixers kda", "--rows C have none of --mixers"),
     ("--task parity --test-lengths 0", "--test-lengths must be at least 1"),
     ("--task flip_flop --test-lengths 33", "`length` must be even"),
     ("--learning-rates 0.01 nan", "--learning-rates must be positive; got nan"),
