@@ -31,7 +31,7 @@ def small_trial(**change) -> Trial:
   test = options("parity", length=9, scored="last")
   trial = Trial(
     row="G", mixer="softmax", seed=0, learning_rate=1e-2, task="parity", train=SMALL,
-    tests=(("length 9", test),), conv_first=False, d_model=8, num_heads=1, key_width=4,
+    tests=(("length 9", test),), conv_first=False, conv_size=None, d_model=8, num_heads=1, key_width=4,
     value_width=8, batch=4, steps=3, clip=1.0, eval_every=2, eval_rows=16, stop_at=None,
     stop_checks=1, block=2, together=1,
   )  # fmt: skip
@@ -56,9 +56,11 @@ def fake_line(trial: Trial, accuracy: float = 0.5) -> dict:
     ("--rows", "--rows needs at least one value"),
     ("--task chess", "--task: unknown chess; known: parity, modular, s3,"),
     ("--task parity --mixers tofu", "--mixers: unknown tofu; known: softmax, softmax_conv"),
+    ("--rows C --mixers kda", "--rows C have none of --mixers"),
     ("--task parity --test-lengths 0", "--test-lengths must be at least 1"),
     ("--task flip_flop --test-lengths 33", "`length` must be even"),
     ("--learning-rates 0.01 nan", "--learning-rates must be positive; got nan"),
+    ("--d-model 6", "--d-model must be a multiple of 4, the heads of a row; got 6"),
     ("--seeds 0", "--seeds must be at least 1; got 0"),
     ("--workers 0", "--workers must be at least 1; got 0"),
     ("--rows A --out setup.cfg/x", "--out setup.cfg/x: cannot make this folder"),
@@ -107,18 +109,15 @@ def test_rows_name_known_mixers_and_their_tests_count_every_answer():
 
 
 @pytest.mark.usefixtures("quick_compiles")
-def test_a_stack_gives_what_its_runs_give_alone_whatever_the_blocks():
+@pytest.mark.slow
+def test_a_stack_in_blocks_gives_what_its_runs_give_alone():
   trials = [small_trial(seed=seed, learning_rate=rate) for rate, seed in ((1e-2, 0), (0.1, 1))]
-  together = stacked.Stack(trials).train()
-  alone = stacked.Stack(trials[1:]).train()[0]
-  whole = [dataclasses.replace(trial, block=4, together=None) for trial in trials]
-  at_once = stacked.Stack(whole).train()
+  first, second = stacked.Stack(trials).train()
+  alone = stacked.Stack([dataclasses.replace(trials[1], block=4, together=None)]).train()[0]
   assert [point[0] for point in alone["curve"]] == [2, 3]
-  assert together[0]["curve"] != together[1]["curve"]
-  assert together[1]["accuracy_by_test"] == alone["accuracy_by_test"]
-  np.testing.assert_allclose(together[1]["curve"], alone["curve"], rtol=1e-6)
-  for one, other in zip(together, at_once, strict=True):
-    np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-4)
+  assert first["curve"] != second["curve"]
+  np.testing.assert_allclose(second["curve"], alone["curve"], rtol=1e-4)
+  assert second["accuracy_by_test"] == alone["accuracy_by_test"]
 
 
 @pytest.mark.usefixtures("quick_compiles")

@@ -38,9 +38,8 @@ def rows_at_once(batch: int) -> tuple[int, int | None]:
 
 def build(trial: Trial, rngs: nnx.Rngs) -> RecallModel:
   """Returns a model of the mixer, behind a short gated convolution or alone."""
-  gate = False  # of the output
   widths = (trial.d_model, trial.num_heads, trial.key_width, trial.value_width)
-  mixer = VARIANTS[trial.mixer].make(Sizes(*widths, trial.longest, gate))
+  mixer = VARIANTS[trial.mixer].make(Sizes(*widths, trial.longest, False, trial.conv_size))
   first = [functools.partial(GatedShortConv, trial.d_model)] if trial.conv_first else []
   vocab_size = TASKS[trial.task].vocab_size(dict(trial.train))
   return RecallModel(vocab_size, trial.d_model, [*first, mixer], rngs=rngs)

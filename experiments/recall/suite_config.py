@@ -28,9 +28,9 @@ class Config:
   quick: bool = False
   """Rows A, D, G and I with one seed and one learning rate, unless other flags say more."""
   task: str | None = None
-  """Train --mixers on this task instead, and score --test-lengths."""
-  mixers: tuple[str, ...] = TRACKERS
-  """Mixers of --task."""
+  """Train on this task instead, and score --test-lengths."""
+  mixers: tuple[str, ...] = ()
+  """Only these mixers; empty: all of each row, and for --task those that papers compare."""
   test_lengths: tuple[int, ...] = ()
   """Lengths of the held-out rows of --task; empty: 1, 2, 4, .. 64 times the length of training."""
   seeds: int | None = None
@@ -71,9 +71,12 @@ def parse(arguments: Sequence[str]) -> Config:
 def check(config: Config) -> None:
   """Raises a ValueError for flags that are wrong by themselves."""
   cli.check_known(config, "rows", list(ROWS))
-  cli.check_known(config, "mixers", list(VARIANTS))
+  if config.mixers:
+    cli.check_known(config, "mixers", list(VARIANTS))
   if config.task is not None and config.task not in TRACKING:
     raise ValueError(f"--task: unknown {config.task}; known: {', '.join(TRACKING)}")
+  if config.d_model % 4:
+    raise ValueError(f"--d-model must be a multiple of 4, the heads of a row; got {config.d_model}")
   cli.check_at_least_one(config, "seeds", "steps", "batch", "d_model", "eval_rows", "workers")
   if config.test_lengths:
     cli.check_at_least_one(config, "test_lengths")
@@ -86,11 +89,8 @@ def check(config: Config) -> None:
 def table_rows(config: Config) -> dict[str, Row]:
   """Returns the rows to train by their letters, or the row of --task."""
   if config.task is not None:
-    return {
-      config.task: tracking_row(
-        config.task, config.mixers, config.test_lengths, config.steps or 400
-      )
-    }
+    mixers, steps = config.mixers or TRACKERS, config.steps or 400
+    return {config.task: tracking_row(config.task, mixers, config.test_lengths, steps)}
   return {letter: ROWS[letter] for letter in ROWS if letter in config.rows}
 
 
@@ -109,9 +109,10 @@ def plan(config: Config) -> list[Trial]:
       tests=row.tests,
       conv_first=row.conv_first,
       d_model=config.d_model,
-      num_heads=1,
+      conv_size=row.conv_size,
+      num_heads=row.num_heads,
       key_width=row.key_width,
-      value_width=config.d_model,
+      value_width=config.d_model // row.num_heads,
       batch=batch,
       steps=steps,
       clip=1.0,
@@ -122,14 +123,17 @@ def plan(config: Config) -> list[Trial]:
       block=block,
       together=together,
     )
-    for mixer in row.mixers:
+    for mixer in (name for name in row.mixers if not config.mixers or name in config.mixers):
       of_mixer = [
         Trial(mixer=mixer, seed=seed, learning_rate=rate, **shared)
         for rate in config.learning_rates or ()
         for seed in range(config.seeds or 1)
       ]
       trials += of_mixer
-    check_rows(trials[-1])
+    if trials:
+      check_rows(trials[-1])
+  if not trials:
+    raise ValueError(f"--rows {' '.join(table_rows(config))} have none of --mixers")
   return trials
 
 

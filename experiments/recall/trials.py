@@ -23,6 +23,7 @@ class Trial:
   train: Options
   tests: tuple[tuple[str, Options], ...]  # label and options; the first one decides
   conv_first: bool  # a gated short convolution before the mixer
+  conv_size: int | None  # of the short convolution inside the mixer; None: none
   d_model: int
   num_heads: int
   key_width: int
