@@ -5,11 +5,12 @@ import io
 import itertools
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn, TypeVar
 
 import jax
 import tyro
+from rich.console import Console
 
 Config = TypeVar("Config")
 SIDES, RULES = "│| ", "╭╮╰╯─+-"  # of the box that tyro draws around a message
@@ -67,6 +68,17 @@ def flag(name: str) -> str:
   return f"--{name.replace('_', '-')}"
 
 
+def console(width: int) -> Console:
+  """Returns a console as wide as the terminal, or of this width where there is none."""
+  return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+
+
+def print_facts(console: Console, facts: Iterable[tuple[bool, str]]) -> None:
+  """Prints a line for each expectation: whether it held, and its figures."""
+  for held, text in facts:
+    console.print(f"{'as expected' if held else 'NOT AS EXPECTED'}: {text}")
+
+
 def use_device(name: str) -> None:
   """Makes a device JAX's default, unless "auto". Raises a ValueError if there is none."""
   if name == "auto":
@@ -78,9 +90,11 @@ def use_device(name: str) -> None:
     raise ValueError(f"--device {name}: JAX sees no such device, only {found}") from None
 
 
-def make_folder(path: pathlib.Path) -> None:
-  """Makes the folder of the results. Raises a ValueError where that is impossible."""
+def make_folder(path: pathlib.Path, name: str = "out") -> None:
+  """Makes the folder that a flag names. Raises a ValueError where that is impossible."""
+  if path.suffix == ".jsonl":
+    raise ValueError(f"{flag(name)} {path}: must be a folder; it gets a file results.jsonl")
   try:
     path.mkdir(parents=True, exist_ok=True)
   except OSError as error:
-    raise ValueError(f"--out {path}: cannot make this folder: {error.strerror}") from None
+    raise ValueError(f"{flag(name)} {path}: cannot make this folder: {error.strerror}") from None

@@ -37,7 +37,6 @@ Results of this command go to `runs/cost/decode.jsonl`, with `decode.png`.
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import sys
 import time
@@ -50,7 +49,7 @@ import decoding
 import jax.numpy as jnp
 from flax import nnx
 from matplotlib.figure import Figure
-from results import read, save, versions, write
+from results import as_json, read, save, versions, write
 from rich.console import Console
 from rich.table import Table
 
@@ -121,6 +120,8 @@ class Config:
   """Time the next token behind each length, instead of counting. The other defaults are smaller."""
   out: pathlib.Path = pathlib.Path("runs", "cost")
   """Folder of the results."""
+  device: Literal["auto", "cpu", "gpu"] = "auto"
+  """Device to run on; auto: a GPU if JAX sees one."""
 
   @property
   def d_model(self) -> int:
@@ -141,12 +142,12 @@ FLAT = 1.1  # most that a linear stack's longest context may take, in units of t
 def main() -> None:
   config = parse(sys.argv[1:])
   try:
+    cli.use_device(config.device)
     cli.make_folder(config.out)
   except ValueError as error:
     cli.fail(PROG, str(error))
   try:
-    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
-    (measure if config.measure else run)(config, console)
+    (measure if config.measure else run)(config, cli.console(180))
   except KeyboardInterrupt as stop:
     stop.add_note("A new start computes everything again, in a minute at most.")
     raise
@@ -169,8 +170,7 @@ def run(config: Config, console: Console) -> None:
   for name in config.models:
     if len(STACKS[name].layers) > 1:
       console.print(f"{name}: the layers {STACKS[name].label.split(': ')[-1]}, repeated")
-  for held, text in facts(config, lines):
-    console.print(f"{'as expected' if held else 'NOT AS EXPECTED'}: {text}")
+  cli.print_facts(console, facts(config, lines))
   console.print(f"{config.out}: results.jsonl, memory.png, operations.png")
   console.print(f"{time.perf_counter() - started:.1f} seconds in all")
 
@@ -187,13 +187,12 @@ def measure(config: Config, console: Console) -> None:
       line = dict(task="decode", model=name, length=length, parameters=counted.parameters)
       found.append(line | dataclasses.asdict(timing) | dict(expected_bytes=counted.carried.bytes))
   path = config.out / "decode.jsonl"
-  write(path, [line | dict(config=settings(config), versions=versions()) for line in found])
+  write(path, [line | dict(config=as_json(config), versions=versions()) for line in found])
   lines = read(path)
   console.print(measured_table(config, lines))
   title = f"Time per token: {describe(config)}"
   draw(lines, "milliseconds", title, config.out / "decode.png")
-  for held, text in measured_facts(config, lines):
-    console.print(f"{'as expected' if held else 'NOT AS EXPECTED'}: {text}")
+  cli.print_facts(console, measured_facts(config, lines))
   console.print(f"{config.out}: decode.jsonl, decode.png")
   console.print(f"{time.perf_counter() - started:.1f} seconds in all")
 
@@ -235,13 +234,8 @@ def lines_of(config: Config, costs: dict[tuple[str, int], Cost]) -> list[dict]:
       size = getattr(found, part)
       line |= {f"{part}_numbers": size.numbers, f"{part}_bytes": size.bytes}
     line |= dict(decode_operations=found.decode, prefill_operations=found.prefill)
-    lines.append(line | dict(config=settings(config), versions=versions()))
+    lines.append(line | dict(config=as_json(config), versions=versions()))
   return lines
-
-
-def settings(config: Config) -> dict:
-  """Returns the configuration as JSON has it."""
-  return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 # --- tables and figures, from the lines alone ---

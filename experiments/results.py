@@ -1,27 +1,61 @@
 """Files of results: one JSON object per run, with its whole configuration; figures."""
 
+import dataclasses
 import importlib.metadata
 import json
 import math
 import os
 import pathlib
 import platform
+import shlex
+import sys
 from collections.abc import Callable, Iterable
 
-import jax
+import jax.numpy as jnp
 
+ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("lajax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def versions() -> dict[str, str]:
-  """Versions of Python and of the packages, and the kind of device."""
-  found = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
+  """Versions of Python and of the packages, the device, and the command of this process."""
+  found = {"python": platform.python_version(), "device": describe_device(), "command": command()}
   for package in PACKAGES:
     try:
       found[package] = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
       found[package] = "not installed"
   return found
+
+
+def command() -> str:
+  """Returns the command line of this process, with the script's path from the repository's root."""
+  arguments = sys.orig_argv[1:]
+  if arguments and pathlib.Path(arguments[0]).is_absolute():
+    script = pathlib.Path(arguments[0])
+    arguments[0] = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+  return shlex.join(["python", *arguments])
+
+
+def device():
+  """Returns the device that JAX computes on by default."""
+  return next(iter(jnp.zeros(()).devices()))
+
+
+def describe_device() -> str:
+  """Returns the kind of the device; for a CPU, its name and the number of usable cores."""
+  if device().platform != "cpu":
+    return device().device_kind
+  info = pathlib.Path("/proc/cpuinfo")
+  lines = info.read_text().splitlines() if info.exists() else []
+  names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+  return f"{names[0] if names else 'CPU'}, {cores} cores"
+
+
+def as_json(config) -> dict:
+  """Returns the fields of a dataclass as JSON gives them back: tuples as lists, paths as text."""
+  return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def read(path: pathlib.Path) -> list[dict]:

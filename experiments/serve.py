@@ -18,14 +18,12 @@ Results go to `runs/serve/results.jsonl`, written anew each time, with `serve.pn
 the flags.
 """
 
-import dataclasses
-import json
 import sys
 import time
 
 import before_jax  # isort: skip  # noqa: F401  # before jax
 import cli
-from results import read, save, versions, write
+from results import as_json, read, save, versions, write
 from rich.console import Console
 from serving import measure, report
 from serving.config import PROG, Config, parse
@@ -41,7 +39,7 @@ def main() -> None:
   except ValueError as error:
     cli.fail(PROG, str(error))
   try:
-    run(config, Console(width=None if sys.stdout.isatty() else 120, highlight=False))
+    run(config, cli.console(120))
   except KeyboardInterrupt as stop:
     stop.add_note("A new start measures everything again, in minutes.")
     raise
@@ -54,17 +52,15 @@ def run(config: Config, console: Console) -> None:
     found = [dict(task="slots", **line) for line in measure.by_slots(config, show)]
     found += [dict(task="prefix", **line) for line in measure.prefixes(config, show)]
     found += [dict(task="drafts", **measure.drafts(config, show))]
-  settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
   path = config.out / "results.jsonl"
-  write(path, [dict(line, config=settings, versions=versions()) for line in found])
+  write(path, [dict(line, config=as_json(config), versions=versions()) for line in found])
   lines = read(path)
   console.print(report.throughput_table(lines))
   console.print(report.prefix_table(lines))
   for text in report.draft_lines(config, lines):
     console.print(text)
   save(report.draw(lines), config.out / "serve.png")
-  for held, text in report.facts(config, lines):
-    console.print(f"{'as expected' if held else 'NOT AS EXPECTED'}: {text}")
+  cli.print_facts(console, report.facts(config, lines))
   console.print(f"{config.out}: results.jsonl, serve.png")
   console.print(f"{time.perf_counter() - started:.1f} seconds in all")
 

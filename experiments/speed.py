@@ -22,6 +22,9 @@ Expected on two CPU cores: for each core op with a matrix state, `chunked` has t
 times as fast as a naive token scan. Its time grows linearly (slope at most 1.05, attention apart).
 Decoding takes the same time at every position.
 
+Results are added to `runs/speed/results.jsonl`, one line per row of the tables. `--help` lists the
+flags.
+
 How it measures: all programs are compiled first, one after the other. Then they run in rounds, each
   once per round, so
 that a change of the machine's load meets all of them alike. Times are medians over the rounds. The

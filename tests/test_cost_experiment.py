@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import cost as experiment  # noqa: E402
+from page.kinds import problem_of  # noqa: E402
 
 
 @pytest.mark.slow
@@ -29,6 +30,7 @@ def test_run_says_whether_the_figures_came_out(tmp_path):
   assert [(line["model"], line["length"]) for line in lines] == [
     (model, length) for model in config.models for length in (1000, 4096, 10**7)
   ]
+  assert [problem_of(line) for line in lines] == [""] * len(lines)
   assert all(line["versions"]["jax"] and line["config"]["layers"] == 28 for line in lines)
   said = text.getvalue()
   assert "NOT AS EXPECTED" not in said
@@ -58,6 +60,7 @@ def test_measured_bytes_are_those_of_cost(tmp_path, monkeypatch):
   experiment.measure(config, Console(file=text, width=200))
   lines = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines()]
   assert [line["length"] for line in lines] == [5, 9]
+  assert [problem_of(line) for line in lines] == ["", ""]
   # three states [8 8], three convolutions of 3 tokens x (q, k, v), keys and values per token
   sizes = [4 * (3 * 8 * 8 + 3 * 3 * 3 * 8 + 2 * n * 8) for n in (5, 9)]
   assert [line["bytes"] for line in lines] == [line["expected_bytes"] for line in lines] == sizes

@@ -31,6 +31,7 @@ from lm.run import Run, line_of, of_runs  # noqa: E402
 from lm.sampling import write  # noqa: E402
 from lm.schedule import Progress, learning_rate  # noqa: E402
 from lm.training import Log  # noqa: E402
+from page.kinds import problem_of  # noqa: E402
 from results import read  # noqa: E402
 
 TINY = "--d-model 16 --num-heads 1 --key-width 8 --value-width 8 --mlp-width 16 --ngram-rows 16"
@@ -279,6 +280,7 @@ def test_a_run_writes_one_line_is_not_trained_again_and_may_be_built_upon(
   assert len(lines) == 1
   before = lines[0]
   assert {"config", "versions", "tokens_per_second", "utilisation"} <= set(before)
+  assert problem_of(before) == ""
   assert before["steps"] == 12
   assert before["bits_per_byte"] < before["curve"][0][2]
   assert set(before["references"]) == {"gzip", "xz", "Witten-Bell, order 3"}

@@ -29,6 +29,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import mqar as experiment  # noqa: E402
+from page.kinds import problem_of  # noqa: E402
 from recall import report  # noqa: E402
 from recall.config import is_plain, parse, plan  # noqa: E402
 from recall.mixers import DEFAULT_MIXERS, MIXERS  # noqa: E402
@@ -585,6 +586,8 @@ def test_the_command_trains_writes_draws_and_resumes(tmp_path):
     (1e-2, 1),
   ]
   assert all(set(KEYS.split()) <= set(line) for line in lines)
+  assert [problem_of(line) for line in lines] == [""] * 4
+  assert lines[0]["versions"]["command"].startswith("python experiments/mqar.py --mixers softmax")
   assert (tmp_path / "accuracy_over_steps.png").exists()
   assert (tmp_path / "accuracy_against_state.png").exists()
   (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))

@@ -11,6 +11,7 @@ from rich.console import Console
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "experiments"))
 
 import serve as experiment
+from page.kinds import problem_of
 from serving import report
 from serving.config import Config, parse
 
@@ -35,6 +36,7 @@ def test_run(tmp_path):
     ("prefix", "engine", None),
     ("drafts", None, None),
   ]
+  assert [problem_of(line) for line in lines] == [""] * len(lines)
   assert all(line["config"]["seed"] == 0 and line["versions"]["jax"] for line in lines)
   assert lines[6]["hit_rate"] > 0.5
   assert lines[5]["hit_rate"] == 0
@@ -59,6 +61,7 @@ def test_ratios():
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
+    ("--device abacus", "--device"),
     ("--slots 1 0", "--slots must be at least 1; got (1, 0)"),
     ("--requests 0", "--requests must be at least 1; got 0"),
     ("--load 1.5", "--load must be between 0 and 1; got 1.5"),

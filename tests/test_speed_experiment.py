@@ -20,6 +20,8 @@ import lajax.layers as L
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import cli  # noqa: E402
+from page.kinds import problem_of  # noqa: E402
 from speed import run as script  # noqa: E402
 from speed.baselines import PLAIN  # noqa: E402
 from speed.cases import CORE, OPS  # noqa: E402
@@ -68,12 +70,13 @@ def test_decoding_takes_inputs_without_tokens():
 @pytest.mark.slow
 def test_run_prints_figures_and_writes_lines(tmp_path):
   text = io.StringIO()
-  out = tmp_path / "speed.jsonl"
+  out = tmp_path / "speed"
   flags = "--ops linear_recurrence --length 16 --heads 1 --width 4 --repeats 2 --positions 3 9"
   flags += " --forms recurrent auto pallas --associative simple_gla --scaling --lengths 16 32"
   config = parse([*flags.split(), "--no-compile", "--out", str(out)])
   script.run(config, Console(file=text, width=160))
-  lines = [json.loads(line) for line in out.read_text().splitlines()]
+  lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+  assert [problem_of(line) for line in lines] == [""] * len(lines)
   rows = {line["name"]: line for line in lines if line["task"] == "speed"}
   assert list(rows) == ["recurrent", "auto", "pallas", "naive token scan"]
   for row in rows.values():
@@ -152,6 +155,11 @@ def test_bad_flags_give_one_line(arguments, said, capsys):
   assert message.count("\n") == 1
 
 
+def test_the_results_need_a_folder():
+  with pytest.raises(ValueError, match=r"--out speed\.jsonl: must be a folder; it gets a file"):
+    cli.make_folder(pathlib.Path("speed.jsonl"))
+
+
 @pytest.mark.parametrize(
   ("command", "folder"),
   [
@@ -189,9 +197,9 @@ def test_compile_times_of_layers_are_printed(monkeypatch, tmp_path):
   small = [Stack(functools.update_wrapper(layer, L.SoftmaxAttention), 2)]
   tiny = functools.partial(compile_times, stacks=small, d_model=4, tokens=8)
   monkeypatch.setattr(script, "compile_times", tiny)
-  out = tmp_path / "speed.jsonl"
-  script.run(parse(["--compile", "--out", str(out)]), Console(file=text, width=160))
-  (line,) = [json.loads(line) for line in out.read_text().splitlines()]
+  script.run(parse(["--compile", "--out", str(tmp_path)]), Console(file=text, width=160))
+  (line,) = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+  assert problem_of(line) == ""
   assert (line["task"], line["name"], line["layers"]) == (
     "speed_compile",
     "2 x SoftmaxAttention",

@@ -27,7 +27,7 @@ SECONDS_FOR_SAMPLES = 30.0  # of a run's minutes, kept for compiling and running
 def main() -> None:
   keep_freed_memory()  # the system zeroes the pages of new arrays: an eighth of the time of a step
   config, runs, text = prepare(sys.argv[1:])
-  out, console = config.out, Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+  out, console = config.out, cli.console(150)
   try:
     train_missing(config, runs, text, console)
   except KeyboardInterrupt as stop:

@@ -21,6 +21,7 @@ class Sizes:
   value_width: int  # channels of values per head
   length: int  # tokens of the longest row
   output_gate: bool
+  conv_size: int | None = 4  # of the short convolution on q, k, v, where the layer has one
 
 
 Make = Callable[[Sizes], Callable]  # sizes -> layer(rngs=...)
@@ -39,7 +40,8 @@ def matrix_state(layer: Callable, *, has_output_gate: bool = False, **options) -
   """Serves a layer whose state is a matrix per head, key width by value width."""
 
   def make(s: Sizes) -> Callable:
-    widths = dict(head_dim=s.key_width, expand_v=s.value_width / s.key_width, conv_size=4)
+    widths = dict(head_dim=s.key_width, expand_v=s.value_width / s.key_width)
+    widths |= dict(conv_size=s.conv_size)
     gate = dict(use_gate=s.output_gate) if has_output_gate else {}
     return functools.partial(layer, s.d_model, num_heads=s.num_heads, **widths, **gate, **options)
 
@@ -56,12 +58,12 @@ def token_shift(layer: Callable) -> Make:
   return make
 
 
-def attention(layer: Callable) -> Make:
+def attention(layer: Callable, **options) -> Make:
   """Serves a layer that keeps all tokens. Its values are as wide as its keys."""
 
   def make(s: Sizes) -> Callable:
     widths = dict(num_heads=s.num_heads, head_dim=s.key_width)
-    return functools.partial(layer, s.d_model, **widths, max_length=s.length)
+    return functools.partial(layer, s.d_model, **widths, max_length=s.length, **options)
 
   return make
 
@@ -85,7 +87,9 @@ def log_linear_mamba2(s: Sizes) -> Callable:
 def hgrn(s: Sizes) -> Callable:
   """Makes the state as wide as the values of all heads, since HGRN has no keys."""
   width = s.num_heads * s.value_width
-  return functools.partial(L.HGRN, s.d_model, width=width, conv_size=4, use_gate=s.output_gate)
+  return functools.partial(
+    L.HGRN, s.d_model, width=width, conv_size=s.conv_size, use_gate=s.output_gate
+  )
 
 
 def mla(s: Sizes) -> Callable:

@@ -216,7 +216,7 @@ def accuracy_over_steps(lines: list[dict]) -> Figure:
     for (mixer,), cell in group(panel, "mixer").items():
       curves = [line["curve"] for line in best_rate(cell)]
       steps = sorted({point[0] for curve in curves for point in curve})
-      at = [[_at(curve, step) for curve in curves] for step in steps]
+      at = [[curve_at(curve, step) for curve in curves] for step in steps]
       axis.plot(steps, [statistics.fmean(values) for values in at], **style[mixer])
       low, high = [min(values) for values in at], [max(values) for values in at]
       axis.fill_between(steps, low, high, color=style[mixer]["color"], alpha=0.15, linewidth=0)
@@ -308,7 +308,7 @@ def _panels(count: int, title: str):
   return figure, axes[:count]
 
 
-def _at(curve: list, step: int) -> float:
+def curve_at(curve: list, step: int) -> float:
   """Returns the accuracy at a step; a run that stopped early keeps its last accuracy."""
   before = [accuracy for at, accuracy, _ in curve if at <= step]
   return before[-1] if before else curve[0][1]

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Literal
 
 import cli
 import numpy as np
@@ -43,8 +44,8 @@ class Config:
   """Width of the model, with heads of 64 channels."""
   seed: int = 0
   """Seed of the parameters, the requests and their arrivals."""
-  device: str = "auto"
-  """JAX's name of a kind of device, such as cpu or gpu."""
+  device: Literal["auto", "cpu", "gpu"] = "auto"
+  """Device to run on; auto: a GPU if JAX sees one."""
   out: pathlib.Path = pathlib.Path("runs", "serve")
   """Folder of the results."""
 

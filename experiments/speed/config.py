@@ -1,15 +1,13 @@
 """The flags of `speed.py`, and the device that it runs on."""
 
 import dataclasses
-import json
-import os
 import pathlib
 from collections.abc import Sequence
 from typing import Literal
 
 import cli
 import jax
-import jax.numpy as jnp
+from results import device
 from speed.cases import CORE, OPS
 
 PROG = "speed.py"
@@ -54,8 +52,8 @@ class Config:
   """Runs that keep freed memory in the process, on a CPU; scaling: only --scaling."""
   positions: tuple[int, ...] = (100, 100_000)
   """Positions at which the decoding of one token is timed."""
-  out: pathlib.Path | None = None
-  """File that gets one JSON line per row of the tables."""
+  out: pathlib.Path = pathlib.Path("runs", "speed")
+  """Folder of the results."""
   device: Literal["auto", "cpu", "gpu"] = "auto"
   """Device to run on; auto: a GPU if JAX sees one."""
 
@@ -98,24 +96,5 @@ def prepare(config: Config) -> None:
   cli.use_device(config.device)
 
 
-def device():
-  return next(iter(jnp.zeros(()).devices()))
-
-
 def platform() -> str:
   return device().platform
-
-
-def describe_device() -> str:
-  """Returns the kind of the device; for a CPU, its name and the number of usable cores."""
-  if platform() != "cpu":
-    return device().device_kind
-  info = pathlib.Path("/proc/cpuinfo")
-  lines = info.read_text().splitlines() if info.exists() else []
-  names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-  return f"{names[0] if names else 'CPU'}, {cores} cores"
-
-
-def as_json(config: Config) -> dict:
-  return json.loads(json.dumps(dataclasses.asdict(config), default=str))

@@ -4,9 +4,10 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
+from results import describe_device
 from rich.table import Table
 from speed.cases import OPS
-from speed.config import Config, describe_device
+from speed.config import Config
 from speed.timing import TRANSITIONS_MIB, Row, milliseconds
 
 

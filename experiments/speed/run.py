@@ -10,12 +10,12 @@ import time
 
 import cli
 import jax
-from results import append, versions
+from results import append, as_json, describe_device, versions
 from rich.console import Console
 from speed.allocator import keep_freed_memory
 from speed.baselines import installed
 from speed.compiling import compile_times
-from speed.config import IMPLS, PROG, Config, as_json, describe_device, parse, platform, prepare
+from speed.config import IMPLS, PROG, Config, parse, platform, prepare
 from speed.report import compile_table, decode_table, notes, ops_table, scaling_table
 from speed.timing import decode, measure, plan, scaling
 
@@ -25,19 +25,14 @@ def main() -> None:
   kept = config.keep_memory == "always" and keep_freed_memory()
   try:
     prepare(config)
-    if config.out:
-      cli.make_folder(config.out.parent)
+    cli.make_folder(config.out)
   except ValueError as error:
     cli.fail(PROG, str(error))
   try:
-    run(config, new_console(), kept)
+    run(config, cli.console(160), kept)
   except KeyboardInterrupt as stop:
     stop.add_note("Nothing was saved: a new start measures everything again.")
     raise
-
-
-def new_console() -> Console:
-  return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def run(config: Config, console: Console, kept: bool = False) -> None:
@@ -51,11 +46,10 @@ def run(config: Config, console: Console, kept: bool = False) -> None:
   console.print(
     f"Wall time of one process on a shared machine: {describe_device()}, jax {jax.__version__}."
   )
-  if config.out:
-    made = {"config": as_json(config), "versions": versions() | {"device": describe_device()}}
-    for line in lines:
-      append(config.out, {"memory_kept": kept} | line | made)
-    console.print(f"{len(lines)} lines added to {config.out}")
+  made = {"config": as_json(config), "versions": versions()}
+  for line in lines:
+    append(config.out / "results.jsonl", {"memory_kept": kept} | line | made)
+  console.print(f"{config.out}: {len(lines)} lines added to results.jsonl")
   console.print(
     f"{time.perf_counter() - started:.0f} seconds in all, {sum(os.times()[:4]):.0f} of CPU time"
   )
@@ -98,4 +92,4 @@ def scaling_apart(config: Config) -> tuple[list[dict], bool]:
 
 def _scaling(config: Config) -> list[dict]:
   prepare(config)
-  return scaling(config, new_console())
+  return scaling(config, cli.console(160))
