@@ -5,6 +5,7 @@ a row orders its mixers, `descending` holds them from the best down.
 """
 
 import dataclasses
+from typing import Any
 
 from recall.trials import Options
 
@@ -67,7 +68,7 @@ def _words(task: str, *, test: int | None = None, **changes) -> dict:
 
 # Shell of the rows of words. With one head and a convolution on q, k and v, DeltaNet and Gated
 # DeltaNet with β in (0, 2) did not reach 0.99 on parity at 96 tokens in 200 steps.
-TRACKER = dict(conv_first=False, conv_size=None, num_heads=4)
+TRACKER: dict[str, Any] = dict(conv_first=False, conv_size=None, num_heads=4)
 MQAR = _same("mqar", vocab_size=64, length=64, pairs=8)
 
 ROWS: dict[str, Row] = {
