@@ -120,24 +120,27 @@ def test_a_stack_in_blocks_gives_what_its_runs_give_alone():
   assert second["accuracy_by_test"] == alone["accuracy_by_test"]
 
 
-@pytest.mark.usefixtures("quick_compiles")
-def test_a_run_that_answers_is_frozen_while_the_others_go_on():
+def test_a_run_that_answers_is_frozen_while_the_others_go_on(monkeypatch):
   accuracy = iter([[0.2, 1.0], [0.3, 0.4], [0.5, 0.6]])  # the last one is the final score
   trials = [small_trial(seed=seed, eval_every=1, steps=2, stop_at=0.9) for seed in range(2)]
-  stack = stacked.Stack(trials)
-  seen = []
+  stack = object.__new__(stacked.Stack)  # without the programs
+  stack.trials, stack.run, stack.sizes, stack.compile_seconds = tuple(trials), trials[0], {}, 0.0
+  stack.keys, stack.rates, trained = None, None, []
 
-  def score(which, carry, fold, active):
-    seen.append(active.tolist())
-    return [np.array(next(accuracy)), np.zeros(2)]
+  def advance(carry, keys, rates, active, *_):
+    trained.append(active.tolist())
+    return carry, np.ones(2)
 
-  stack.score = score  # type: ignore[method-assign]
+  score = lambda *_: [np.array(next(accuracy)), np.zeros(2)]
+  for name, f in (("_init", lambda _: None), ("_advance", advance), ("score", score)):
+    monkeypatch.setattr(stack, name, f, raising=False)
   first, second = stack.train()
+  assert trained == [[True, True], [True, False]]
   assert [point[:2] for point in first["curve"]] == [[1, 0.2], [2, 0.3]]
   assert [point[:2] for point in second["curve"]] == [[1, 1.0]]
   assert (first["steps"], second["steps"]) == (2, 1)
+  assert (first["accuracy"], second["accuracy"]) == (0.5, 0.6)
   assert second["stopped_early"]
-  assert seen == [[True, True], [True, False], [True, True]]
 
 
 def test_trials_of_two_programs_are_no_stack():

@@ -1,1 +1,1 @@
-"""Parts of `mqar.py`: mixers, published presets, plan of runs, training, tables and figures."""
+"""Parts of `mqar.py` and `recall.py`: mixers, plans of runs, training, tables and figures."""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import cli
 import jax
@@ -102,7 +102,7 @@ def plan(config: Config) -> list[Trial]:
     batch = config.batch or row.batch
     block, together = rows_at_once(batch)
     steps = config.steps or row.steps
-    shared = dict(
+    shared: dict[str, Any] = dict(
       row=letter,
       task=row.task,
       train=row.train,
