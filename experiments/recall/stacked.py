@@ -166,7 +166,7 @@ class Stack:
   def _score(self, options: Options, models, key, active):
     """Returns accuracy and all-correct rate of each active model on the same held-out rows."""
     length, trained = dict(options)["length"], dict(self.run.train)["length"]
-    batch = max(1, self.run.block * trained // max(length, trained))
+    batch = max(1, BLOCK * trained // max(length, trained))  # as on every device
     number = max(1, min(self.run.eval_rows, 4 * self.run.eval_rows * trained // length) // batch)
 
     def one(parameters, rest):

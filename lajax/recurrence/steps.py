@@ -475,7 +475,7 @@ def _kernel_of(family: Family, arrays: Mapping[str, Any], parts, traced, options
   choose = KERNELS_OF_STEPS.get(family)
   if choose is None or explicit_mesh(arrays, parts) is not None:
     return None
-  bare = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  bare = lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
   arrays, parts = jax.tree.map(bare, (dict(arrays), tuple(parts)))
   timed = jax.eval_shape(functools.partial(_with_time, family), arrays)
   return choose(Call(timed, parts, None, traced, options))
