@@ -14,7 +14,7 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """Whether a row came out, and what decides: the smallest distance that had to be kept.
+  """Verdict on a row, and what decides: the smallest distance that had to be kept.
 
   `margin` is the accuracy between the worst mixer that must answer and the best one that must not,
   or between neighbours of an order. `spread` is the largest standard deviation over the seeds among

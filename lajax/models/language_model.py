@@ -171,7 +171,7 @@ class LanguageModel(nnx.Module):
 
   @property
   def stacked(self) -> bool:
-    """Whether layers that repeat are stacked, as they are until `lajax.models.unrolled`."""
+    """True if layers that repeat are stacked, as they are until `lajax.models.unrolled`."""
     return all(stack.stacked for stack in self.stacks)
 
   @property

@@ -1,4 +1,4 @@
-"""What experiments and tests need to know of a task beside the function that makes its rows."""
+"""Description of a task, for experiments and tests: more than the function that makes its rows."""
 
 import dataclasses
 import functools
