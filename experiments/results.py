@@ -1,6 +1,7 @@
 """Files of results: one JSON object per run, with its whole configuration; figures."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -10,6 +11,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -109,3 +111,20 @@ def has_numbers(line: dict, names: Iterable) -> bool:
   return all(
     isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in values
   )
+
+
+def is_curve(curve: Any) -> bool:
+  """Returns whether `curve` is a list of [step, accuracy, loss], whose loss may be None."""
+  return (
+    isinstance(curve, list)
+    and bool(curve)
+    and all(isinstance(point, list) and len(point) == 3 for point in curve)
+    and all(has_numbers(dict(enumerate(point)), [0, 1]) for point in curve)
+  )
+
+
+def latest(lines: Iterable[dict], configs: Iterable[dict]) -> list[dict]:
+  """Returns the latest line of each config that has one, in the order of the configs."""
+  key = functools.partial(json.dumps, sort_keys=True)
+  by_config = {key(line["config"]): line for line in lines}
+  return [by_config[k] for k in map(key, configs) if k in by_config]

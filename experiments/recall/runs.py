@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterable
 
-from results import has_numbers, versions
+from results import has_numbers, is_curve, latest, versions
 
 NUMBERS = ("learning_rate", "accuracy", "all_correct", "steps", "seconds", "rows_per_second")
 NUMBERS += ("rows_per_cpu_second", "compile_seconds", "parameters", "state_bytes")
@@ -62,13 +62,12 @@ def line_of(run: Run, metrics: dict) -> dict:
 
 def of_runs(lines: Iterable[dict], runs: Iterable[Run]) -> list[dict]:
   """Returns the results of these runs in their order; the latest line where a run has several."""
-  by_config = {_key(line["config"]): line for line in lines if is_result(line)}
-  return [by_config[key] for run in runs if (key := _key(run.as_json())) in by_config]
+  return latest((line for line in lines if is_result(line)), [run.as_json() for run in runs])
 
 
 def is_result(line: dict) -> bool:
   """Returns whether a line has all that tables and figures are made from."""
-  curve, by_rows = line.get("curve"), line.get("accuracy_by_rows")
+  by_rows = line.get("accuracy_by_rows")
   return (
     isinstance(line.get("config"), dict)
     and isinstance(line.get("mixer"), str)
@@ -77,12 +76,5 @@ def is_result(line: dict) -> bool:
     and isinstance(by_rows, dict)
     and bool(by_rows)
     and has_numbers(by_rows, by_rows)
-    and isinstance(curve, list)
-    and bool(curve)
-    and all(isinstance(point, list) and len(point) == 3 for point in curve)
-    and all(has_numbers(dict(enumerate(point)), [0, 1]) for point in curve)
+    and is_curve(line.get("curve"))
   )
-
-
-def _key(config: dict) -> str:
-  return json.dumps(config, sort_keys=True)

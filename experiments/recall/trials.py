@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from results import has_numbers, versions
+from results import has_numbers, is_curve, latest, versions
 
 Options = tuple[tuple[str, Any], ...]  # of a task: names and values
 NUMBERS = ("accuracy", "all_correct", "steps", "seconds", "parameters", "state_bytes")
@@ -63,13 +63,12 @@ def line_of(trial: Trial, metrics: dict) -> dict:
 
 def of_trials(lines: Iterable[dict], trials: Iterable[Trial]) -> list[dict]:
   """Returns the results of these trials in their order; the latest line where one has several."""
-  by_config = {_key(line["config"]): line for line in lines if is_result(line)}
-  return [by_config[key] for trial in trials if (key := _key(trial.as_json())) in by_config]
+  return latest((line for line in lines if is_result(line)), [trial.as_json() for trial in trials])
 
 
 def is_result(line: dict) -> bool:
   """Returns whether a line has all that tables and figures are made from."""
-  tests, curve = line.get("accuracy_by_test"), line.get("curve")
+  tests = line.get("accuracy_by_test")
   return (
     isinstance(line.get("config"), dict)
     and all(isinstance(line.get(name), str) for name in ("row", "mixer"))
@@ -77,12 +76,5 @@ def is_result(line: dict) -> bool:
     and isinstance(tests, dict)
     and bool(tests)
     and has_numbers(tests, tests)
-    and isinstance(curve, list)
-    and bool(curve)
-    and all(isinstance(point, list) and len(point) == 3 for point in curve)
-    and all(has_numbers(dict(enumerate(point)), [0, 1]) for point in curve)
+    and is_curve(line.get("curve"))
   )
-
-
-def _key(config: dict) -> str:
-  return json.dumps(config, sort_keys=True)
